@@ -1,0 +1,42 @@
+"""Every function of `torch_private` does what its docstring relies on."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+
+from apportion import torch_private
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Plain:
+    value: int
+
+
+def test_tree_flatten_keeps_insertion_order_and_leaves_dataclasses_whole() -> None:
+    plain = Plain(1)
+    leaves, form = torch_private.tree_flatten({"b": (1, [2, None]), "a": Pair("x", plain)})
+    assert leaves == [1, 2, None, "x", plain]
+    _, same = torch_private.tree_flatten({"b": (5, [6, 7]), "a": Pair(8, 9)})
+    _, other = torch_private.tree_flatten({"b": (5, [6]), "a": Pair(8, 9)})
+    assert form == same
+    assert form != other
+
+
+def test_tree_unflatten_is_the_inverse() -> None:
+    tree = {"b": (1, [2, 3]), "a": Pair(4, {"c": 5})}
+    leaves, form = torch_private.tree_flatten(tree)
+    assert torch_private.tree_unflatten(leaves, form) == tree
+    assert torch_private.tree_unflatten([leaf + 1 for leaf in leaves], form) != tree
+
+
+def test_tree_map_takes_several_trees() -> None:
+    assert torch_private.tree_map(lambda leaf, other: leaf * other, {"a": (2, 3)}, {"a": (5, 7)}) == {
+        "a": (10, 21)
+    }
+    with pytest.raises(ValueError):  # noqa: PT011 - torch's own message is not ours to pin
+        torch_private.tree_map(lambda leaf, other: leaf, {"a": (2, 3)}, {"a": (5,)})
