@@ -174,11 +174,12 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSummary:
-    """Size and kind of the cluster."""
+    """Size and kind of the cluster; `device_memory_bytes` is what one device may use (0: not stated)."""
 
     devices: int
     nodes: int
     kind: str
+    device_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .job import Job
 from .plan import Plan
 
 
@@ -85,3 +86,60 @@ class Report:
     measured_peak_bytes: int = 0
     outcome: str = "done"
     notes: tuple[str, ...] = ()
+    job: Job | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRow:
+    """One strategy, predicted beside measured.
+
+    Units: seconds per step (the median), bytes on the fullest rank; `loss` after the last step. What was not
+    measured is 0 (nan for the loss), and `reason` then says why: the strategy was refused, or its run failed.
+    """
+
+    strategy: str
+    predicted_step_seconds: float = 0.0
+    predicted_peak_bytes: int = 0
+    measured_step_seconds: float = 0.0
+    measured_peak_bytes: int = 0
+    loss: float = float("nan")
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted step time; 0 where either is missing."""
+        if not self.predicted_step_seconds:
+            return 0.0
+        return self.measured_step_seconds / self.predicted_step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Every strategy run in turn. `pick` is the plan's choice, `best` the fastest measured ("" if none ran).
+
+    `regret` is how much longer a step of the pick took than one of the best: 0.03 is 3 % longer; it is nan
+    when the pick was not measured.
+    """
+
+    rows: tuple[CompareRow, ...]
+    pick: str
+    best: str = ""
+    regret: float = 0.0
+
+
+class CheckStatus(Enum):
+    """The outcome of one check of the machine."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCheck:
+    """One check of the machine: what was found and, unless it is ok, the fix."""
+
+    name: str
+    status: CheckStatus
+    found: str
+    fix: str = ""
