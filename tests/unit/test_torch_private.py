@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion import torch_private
 
@@ -40,3 +42,15 @@ def test_tree_map_takes_several_trees() -> None:
     }
     with pytest.raises(ValueError):  # noqa: PT011 - torch's own message is not ours to pin
         torch_private.tree_map(lambda leaf, other: leaf, {"a": (2, 3)}, {"a": (5,)})
+
+
+def test_hidden_worker_info_hides_and_restores() -> None:
+    class Sees(IterableDataset[tuple[bool, bool, bool]]):
+        def __iter__(self) -> Iterator[tuple[bool, bool, bool]]:
+            before = get_worker_info() is None
+            with torch_private.hidden_worker_info():
+                inside = get_worker_info() is None
+            yield before, inside, get_worker_info() is None
+
+    (seen,) = DataLoader(Sees(), batch_size=None, num_workers=1)
+    assert list(seen) == [False, True, False]

@@ -1,0 +1,1 @@
+"""From an applied module and batches to steps, parity and checkpoints."""
