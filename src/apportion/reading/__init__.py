@@ -1,5 +1,20 @@
 """From a TARGET on the command line to the functions of a job."""
 
+from .calling import default_forward, pair_forward
+from .checking import as_loss, check_batch, loss_value, run_forward
 from .parts import Batch, JobParts
+from .target import read_target
+from .wording import describe_value
 
-__all__ = ["Batch", "JobParts"]
+__all__ = [
+    "Batch",
+    "JobParts",
+    "as_loss",
+    "check_batch",
+    "default_forward",
+    "describe_value",
+    "loss_value",
+    "pair_forward",
+    "read_target",
+    "run_forward",
+]
