@@ -21,24 +21,44 @@ from .plan import (
     Strategy,
 )
 from .profile import Component, Method, Profile
-from .report import Parity, ParityErrors, ParityStatus, Report, StepRecord, Worst
+from .report import (
+    CheckStatus,
+    CompareRow,
+    Comparison,
+    MachineCheck,
+    Parity,
+    ParityErrors,
+    ParityStatus,
+    Report,
+    StepRecord,
+    Worst,
+)
+from .task import Command, Event, Failure, Measured, Phase, Task, TrainResult
 from .traits import BufferRule, LossKind, Refusal, Traits
 
 __all__ = [
     "BufferRule",
     "Candidate",
+    "CheckStatus",
     "Checkpointing",
     "Cluster",
     "ClusterSummary",
+    "Command",
+    "CompareRow",
+    "Comparison",
     "Component",
     "Device",
     "DeviceType",
     "Estimate",
+    "Event",
     "Excluded",
+    "Failure",
     "Job",
     "Limits",
     "Link",
     "LossKind",
+    "MachineCheck",
+    "Measured",
     "Memory",
     "Mesh",
     "Method",
@@ -47,6 +67,7 @@ __all__ = [
     "Parity",
     "ParityErrors",
     "ParityStatus",
+    "Phase",
     "Plan",
     "Precision",
     "Profile",
@@ -57,6 +78,8 @@ __all__ = [
     "Stage",
     "StepRecord",
     "Strategy",
+    "Task",
+    "TrainResult",
     "Traits",
     "Worst",
     "from_json",
