@@ -20,6 +20,8 @@ class Device:
 
     Units: memory in bytes; `peak_flops_per_second` is the dense peak by precision name
     (`fp32`, `tf32`, `fp16`, `bf16`, `fp8`); `memory_bytes_per_second` is the device-memory bandwidth.
+    `efficiency` is the part of that peak which large matmuls reach, by precision; 1 where the peak is itself
+    a measured matmul rate.
     """
 
     kind: str
@@ -27,6 +29,7 @@ class Device:
     memory_bytes: int
     peak_flops_per_second: Mapping[str, float]
     memory_bytes_per_second: float
+    efficiency: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
     def __post_init__(self) -> None:
