@@ -13,7 +13,8 @@ class Job:
     """What to work on, on which devices, and how far. Saved as `job.json` in the run directory.
 
     `batch_size` is the global batch in samples. `steps` wins over `epochs` where both are given.
-    `overrides` are the `--set name=value` pairs; `versions` the Python and library versions at the start.
+    `overrides` are the `--set name=value` pairs; `versions` the Python and library versions at the start;
+    `fingerprint` stands for the source of the target when the run began.
     """
 
     target: str
@@ -40,3 +41,4 @@ class Job:
     limits: Limits = field(default_factory=Limits)
     overrides: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .cluster import DeviceType
 from .job import Job
 from .plan import Candidate, Plan
 from .report import Parity
@@ -24,6 +25,7 @@ class Task:
 
     `plan` is what `candidate` was taken from and is saved in the run directory. Rank 0 writes its answer (a
     TrainResult, a Parity or a Measured) to the file `result`. `steps` counts those of `verify` and `compare`.
+    `device_type` None lets every host use its GPUs where it has enough for its ranks.
     """
 
     command: Command
@@ -32,6 +34,7 @@ class Task:
     plan: Plan | None = None
     result: str = ""
     steps: int = 0
+    device_type: DeviceType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def make_repeatable(device_type: DeviceType) -> None:
     if device_type is DeviceType.CUDA:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
 
 
 def is_peer_failure(error: BaseException) -> bool:

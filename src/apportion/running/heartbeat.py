@@ -18,10 +18,11 @@ WRITE_EVERY_SECONDS = 1.0
 class Heartbeat:
     """Remembers the rank's latest step and phase; another thread writes them down now and then.
 
-    `beat` is cheap enough for every micro-batch: it touches no file.
+    `beat` is cheap enough for every micro-batch: it touches no file. Without a path nothing is written until
+    `open` gives one.
     """
 
-    def __init__(self, path: Path, *, rank: int, attempt: int = 0) -> None:
+    def __init__(self, path: Path | None, *, rank: int, attempt: int = 0) -> None:
         self.path = path
         self.rank = rank
         self.attempt = attempt
@@ -37,8 +38,13 @@ class Heartbeat:
 
     def start(self) -> None:
         """Tell that the rank lives and takes signals."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write(ok=True)
+
+    def open(self, path: Path) -> None:
+        """Write to `path` from now on, if there was no path yet."""
+        if self.path is None:
+            self.path = path
+            self._write(ok=True)
 
     def beat(self, step: int, phase: Phase) -> None:
         """Note that the rank is now in `phase` of `step`."""
@@ -60,7 +66,10 @@ class Heartbeat:
             self._write(ok=True)
 
     def _write(self, *, ok: bool) -> None:
+        if self.path is None:
+            return
         with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._written_beats, self._written_at = self.beats, time.monotonic()
             event = Event(
                 time=self._time,
