@@ -2,6 +2,7 @@
 
 from .calling import default_forward, pair_forward
 from .checking import as_loss, check_batch, loss_value, run_forward
+from .one_batch import num_samples
 from .parts import Batch, JobParts
 from .target import read_target
 from .wording import describe_value
@@ -14,6 +15,7 @@ __all__ = [
     "default_forward",
     "describe_value",
     "loss_value",
+    "num_samples",
     "pair_forward",
     "read_target",
     "run_forward",

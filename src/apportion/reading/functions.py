@@ -95,11 +95,22 @@ def _short_name(module: ModuleType, factory: str) -> str:
 
 def _seeded_model(build: Callable[[], Any], name: str, seed: int) -> Callable[[], nn.Module]:
     def model() -> nn.Module:
-        with seeded(seed):
-            built = call_user(build, name=name)
-        return require_module(built, name)
+        return require_module(call_builder(build, name=name, seed=seed), name)
 
     return model
+
+
+def call_builder(build: Callable[[], Any], *, name: str, seed: int) -> Any:
+    """Return `build()`, seeded.
+
+    Errors under `torch.device("meta")` pass as they are: who builds without weights has another way then.
+
+    Raises: TargetError for any other error of the user's code.
+    """
+    with seeded(seed):
+        if torch.get_default_device().type == "meta":
+            return build()
+        return call_user(build, name=name)
 
 
 def require_module(built: Any, name: str) -> nn.Module:

@@ -20,9 +20,9 @@ from torch import nn
 from ..errors import OptionError, TargetError
 from .calling import default_forward
 from .files import parse_literal
+from .functions import call_builder, require_module
 from .hf_batches import batch_maker, sequence_length
 from .parts import JobParts
-from .seeding import seeded
 from .wording import last_line, nearest
 
 # Tried in this order where `architectures` is missing or names a class without a loss.
@@ -54,9 +54,10 @@ def read_hf(path: str, *, overrides: Mapping[str, str], seq_len: int | None, see
     length = sequence_length(config, seq_len)
     make = batch_maker(build.cls, config, length, seed)
 
+    name = f"{build.cls.__name__} of {file}"
+
     def model() -> nn.Module:
-        with seeded(seed):
-            return build()
+        return require_module(call_builder(build, name=name, seed=seed), name)
 
     return JobParts(
         name=file.parent.name or str(config.model_type),
@@ -66,7 +67,6 @@ def read_hf(path: str, *, overrides: Mapping[str, str], seq_len: int | None, see
         forward=default_forward,
         loss=None,
         tokens_per_sample=length if build.cls.main_input_name == "input_ids" else 0,
-        one_batch=True,
         fingerprint=hf_fingerprint(file, overrides, seq_len),
     )
 
@@ -148,23 +148,12 @@ def _override(data: dict[str, Any], base: Any, name: str, text: str) -> None:
 class _Builder:
     """Builds the model of a configuration, in float32 whatever type its published weights have."""
 
-    def __init__(self, cls: Any, config: Any, file: Path) -> None:
+    def __init__(self, cls: Any, config: Any) -> None:
         self.cls = cls
         self.config = config
-        self.file = file
 
-    def __call__(self) -> nn.Module:
-        try:
-            built = self.cls(copy.deepcopy(self.config))
-        except Exception as error:  # a model may raise anything for sizes that do not go together
-            raise TargetError(
-                f"{self.cls.__name__} cannot be built from {self.file}",
-                found=last_line(error),
-                try_="check the sizes in the configuration and in --set",
-            ) from error
-        if not isinstance(built, nn.Module):
-            raise TargetError(f"{self.cls.__name__} is not a PyTorch model")
-        return built
+    def __call__(self) -> Any:
+        return self.cls(copy.deepcopy(self.config))
 
 
 def _builder(config: Any, file: Path) -> _Builder:
@@ -181,7 +170,7 @@ def _builder(config: Any, file: Path) -> _Builder:
                 try_="update transformers, or write a job file with a model() function",
             )
         if "labels" in inspect.signature(cls.forward).parameters:
-            return _Builder(cls, config, file)
+            return _Builder(cls, config)
     for auto in _AUTO_CLASSES:
         try:
             with torch.device("meta"):
@@ -189,7 +178,7 @@ def _builder(config: Any, file: Path) -> _Builder:
         except ValueError:  # "Unrecognized configuration class ... for this kind of AutoModel"
             continue
         if not named or any(type(module).__name__ in named for module in model.modules()):
-            return _Builder(type(model), config, file)
+            return _Builder(type(model), config)
     raise TargetError(
         f"no model with a loss is known for {file}",
         found=f"model_type {config.model_type}, architectures {named or 'not given'}",

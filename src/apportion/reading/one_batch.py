@@ -13,9 +13,8 @@ from torch import nn
 from ..errors import TargetError
 from ..torch_private import tree_flatten, tree_unflatten
 from .calling import of_output_and_batch, pair_forward, require_arguments
-from .functions import call_user, missing_function, require_module
+from .functions import call_builder, missing_function, require_module
 from .parts import Batch, JobParts
-from .seeding import seeded
 from .wording import describe_value
 
 Dims = tuple[int | None, ...]
@@ -48,8 +47,7 @@ def read_one_batch(module: ModuleType, *, target: str, factory: str, seed: int) 
 
 
 def _built(build: Callable[[], Any], name: str, seed: int) -> tuple[nn.Module, Any, Any, Callable[..., Any]]:
-    with seeded(seed):
-        built = call_user(build, name=name)
+    built = call_builder(build, name=name, seed=seed)
     if not isinstance(built, tuple | list) or len(built) != 4:
         raise TargetError(f"{name} should return (module, args, kwargs, loss)", found=describe_value(built))
     module, args, kwargs, loss = built
@@ -132,6 +130,14 @@ def _sizes(batch: Batch, dims: Dims) -> list[int]:
     leaves, _ = tree_flatten(batch)
     pairs = zip(leaves, dims, strict=True)
     return [leaf.shape[dim] for leaf, dim in pairs if dim is not None and isinstance(leaf, torch.Tensor)]
+
+
+def num_samples(batch: Batch, dims: Dims | None) -> int:
+    """Return the samples of a batch along its axes; without axes, those of its first tensor along axis 0."""
+    if dims is not None:
+        return max(_sizes(batch, dims), default=0)
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return tensors[0].shape[0] if tensors else 0
 
 
 def first_samples(batch: Batch, dims: Dims | None, n: int) -> Batch:
