@@ -39,14 +39,16 @@ def format_error(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def describe_difference(measured: float, predicted: float) -> str:
-    """Return how far a measured time lies from the predicted one: `3% slower than predicted`."""
+def describe_difference(
+    measured: float, predicted: float, *, more: str = "longer", less: str = "shorter"
+) -> str:
+    """Return how far a measurement lies from its prediction: `3% longer than predicted`."""
     change = measured / predicted - 1
     if abs(change) < 0.01:
         return "as predicted"
     if measured >= 2 * predicted:
-        return f"{format_rate(measured / predicted)} times as long as predicted"
-    return f"{abs(change):.0%} {'longer' if change > 0 else 'shorter'} than predicted"
+        return f"{format_rate(measured / predicted)} times what was predicted"
+    return f"{abs(change):.0%} {more if change > 0 else less} than predicted"
 
 
 def plural(count: int, noun: str) -> str:

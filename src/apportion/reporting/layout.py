@@ -19,6 +19,7 @@ from rich.text import Text
 GAP = 2
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _ASCII = str.maketrans("█▉▊▋▌▍▎▏░▒▓─│├└·×…µ✓✗▶–“”≥≤\u00a0", '#####....%#-||`-x~u+x>-""><\u0020')
+_SPACES = re.compile(r"[ \t\r\n]+")
 _NUMBER_AND_UNIT = re.compile(r"(\d) (?=(?:[KMGTP]i?B|B|GB|[mµ]?s|min|h|%|[KMGTPE]?FLOP|ranks?|steps?)\b)")
 
 
@@ -109,7 +110,7 @@ def wrap(
     lines: list[str] = []
     current = indent if first is None else first
     empty = True
-    for word in _NUMBER_AND_UNIT.sub("\\1\u00a0", sentence).split(" "):
+    for word in _SPACES.split(_NUMBER_AND_UNIT.sub("\\1\u00a0", sentence.strip())):
         if not empty and cell_len(current) + 1 + cell_len(word) > width:
             lines.append(current)
             current, empty = indent, True
