@@ -112,7 +112,7 @@ def prepare(options: PlanOptions | RunOptions) -> Prepared:
 
 
 def plan_for(options: RunOptions, prepared: Prepared) -> tuple[Plan, Candidate]:
-    """Return the plan and the candidate of it that `--plan` names.
+    """Return the plan with its best being what `--plan` names, and that candidate.
 
     Raises: OptionError for an unknown name or a plan of other devices; PlanError if nothing fits, or what
     was asked for is excluded.
@@ -129,7 +129,8 @@ def plan_for(options: RunOptions, prepared: Prepared) -> tuple[Plan, Candidate]:
     made = plan(prepared.profile, prepared.cluster, limits)
     if name == "auto":
         return made, _best(made, limits)
-    return made, _named(made, name)
+    candidate = _named(made, name)
+    return dataclasses.replace(made, best=candidate), candidate
 
 
 def _best(made: Plan, limits: Limits) -> Candidate:

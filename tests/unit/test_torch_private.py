@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion import torch_private
@@ -54,3 +56,10 @@ def test_hidden_worker_info_hides_and_restores() -> None:
 
     (seen,) = DataLoader(Sees(), batch_size=None, num_workers=1)
     assert list(seen) == [False, True, False]
+
+
+def test_compiled_original_is_the_module_that_was_compiled() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_private.compiled_original(torch.compile(module, backend="eager")) is module
+    assert torch_private.compiled_original(module) is None
+    assert torch_private.compiled_original(nn.Sequential(module)) is None

@@ -55,7 +55,7 @@ def read_target(
 
 
 def _is_path(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or Path(place).exists()
+    return place.endswith(".py") or "/" in place or (place != "" and Path(place).exists())
 
 
 def _dotted(place: str) -> str:
