@@ -4,22 +4,20 @@ from .components import component_table
 from .html import render, write_report
 from .layout import Sheet
 from .metrics import MetricsWriter, read_metrics, read_validation
-from .observer import Observer, Observers
+from .observer import Observer
 from .placement import placement_picture
 from .progress import Progress, format_step
 from .runs import read_run
 from .terminal import compare_table, doctor_table, explain_bars, parity_table, plan_table
-from .verdict import conclude, headline, next_steps
+from .verdict import headline, next_steps
 
 __all__ = [
     "MetricsWriter",
     "Observer",
-    "Observers",
     "Progress",
     "Sheet",
     "compare_table",
     "component_table",
-    "conclude",
     "doctor_table",
     "explain_bars",
     "format_step",

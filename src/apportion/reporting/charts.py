@@ -165,7 +165,17 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+    return [float(f"{i * step:.15g}") for i in range(first, last + 1)]
+
+
+def label_ticks(values: Sequence[float]) -> list[str]:
+    """Return the values with six digits, or with as many as tell them apart."""
+    texts: list[str] = []
+    for digits in range(6, 17):
+        texts = [f"{value:.{digits}g}" for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 def _frame(
@@ -191,10 +201,11 @@ def _frame(
 
 def _axes(frame: Frame) -> list[Html]:
     parts = []
-    for value in ticks(frame.low, frame.high):
+    values = ticks(frame.low, frame.high)
+    for value, label in zip(values, label_ticks(values), strict=True):
         y = frame.y(value)
         parts.append(element("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
-        parts.append(element("text", f"{value:.6g}", x=_LEFT - 7, y=y + 4, class_="tick", text_anchor="end"))
+        parts.append(element("text", label, x=_LEFT - 7, y=y + 4, class_="tick", text_anchor="end"))
     for value in ticks(frame.left, frame.right):
         if value == int(value):
             x = frame.x(value)

@@ -20,7 +20,7 @@ GAP = 2
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _ASCII = str.maketrans("█▉▊▋▌▍▎▏░▒▓─│├└·×…µ✓✗▶–“”≥≤\u00a0", '#####....%#-||`-x~u+x>-""><\u0020')
 _SPACES = re.compile(r"[ \t\r\n]+")
-_NUMBER_AND_UNIT = re.compile(r"(\d) (?=(?:[KMGTP]i?B|B|GB|[mµ]?s|min|h|%|[KMGTPE]?FLOP|ranks?|steps?)\b)")
+_NUMBER_AND_UNIT = re.compile(r"(\d) (?=(?:[KMGTP]i?B|B|[mµ]?s|min|h|[KMGTPE]?FLOP|ranks?|steps?)\b|%)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def _scalars(record: StepRecord) -> tuple[tuple[str, float], ...]:
 
 def _open_board(path: Path, *, purge_step: int) -> SummaryWriter:
     """Return a TensorBoard writer; viewers forget what earlier runs wrote there from `purge_step` on."""
-    # Importing it takes a second and only rank 0 needs it.
+    # Importing it takes a quarter of a second and only rank 0 needs it.
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(path), purge_step=purge_step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -26,30 +26,3 @@ class Observer(Protocol):
 
     def close(self) -> None:
         """Called once at the end, also after an error."""
-
-
-class Observers:
-    """Several observers as one; each is told in the order given."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
-
-    def on_step(self, record: StepRecord) -> None:
-        for observer in self._observers:
-            observer.on_step(record)
-
-    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.on_validation(step, metrics)
-
-    def on_checkpoint(self, path: Path) -> None:
-        for observer in self._observers:
-            observer.on_checkpoint(path)
-
-    def on_message(self, text: str) -> None:
-        for observer in self._observers:
-            observer.on_message(text)
-
-    def close(self) -> None:
-        for observer in self._observers:
-            observer.close()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import Enum
 from statistics import fmean, median
 
-from ..records import CompareRow, Comparison, Parity, ParityStatus, Report, StepRecord
+from ..records import Parity, ParityStatus, Report, StepRecord
 from ..units import format_bytes, format_seconds
 from .figures import describe_difference, format_error, format_loss, format_share, plural
 from .wording import time_parts
@@ -129,14 +128,6 @@ def next_steps(report: Report) -> tuple[str, ...]:
         "Nothing asks for a change. apportion compare runs the other strategies for a few steps, should you "
         "want the pick checked by measurement.",
     )
-
-
-def conclude(rows: Sequence[CompareRow], *, pick: str) -> Comparison:
-    """Return the measured rows with the fastest of them and the regret of the pick."""
-    times = {row.strategy: row.measured_step_seconds for row in rows if not row.reason}
-    best = min(times, key=lambda name: times[name], default="")
-    regret = times[pick] / times[best] - 1 if pick in times and times[best] else math.nan
-    return Comparison(rows=tuple(rows), pick=pick, best=best, regret=regret)
 
 
 def _what_ran(report: Report) -> str:
