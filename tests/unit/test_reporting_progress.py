@@ -101,6 +101,7 @@ def test_bar_shows_step_loss_and_rate() -> None:
     text = run(steps(20), total=40, terminal=True)
     assert "step 20/40" in text
     assert "tokens/s" in text
+    assert "ETA" in text
     assert "step: 20" not in text
     assert "checkpoint: runs/a" in text
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from ..records import StepRecord
@@ -149,7 +149,7 @@ def _make_bar(console: Console) -> Bar:
         TextColumn("step {task.fields[steps]}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[figures]}", markup=False),
-        TimeElapsedColumn(),
+        TextColumn("ETA"),
         TimeRemainingColumn(),
         console=console,
         expand=True,
