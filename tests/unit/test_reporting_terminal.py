@@ -103,6 +103,14 @@ def test_plan_without_candidates_or_limits() -> None:
     assert "memory of" not in plan_table(replace(plan(), cluster=cluster)).text()
 
 
+def test_a_loser_that_the_pick_names_is_not_named_again() -> None:
+    assert "not zero1" in plan_table(plan()).text()
+    best = replace(plan().best or candidate(), why=("zero1: 17 % slower",))
+    told = replace(plan(), best=best, candidates=(best, *plan().candidates[1:]))
+    assert "not zero1" not in plan_table(told).text()
+    assert "not fsdp" in plan_table(told).text()
+
+
 def test_markup_in_names_is_text() -> None:
     hostile = replace(candidate(), name="[red]x[/red]")
     shown = draw(plan_table(replace(plan(), best=hostile, candidates=(hostile,))), terminal=False)

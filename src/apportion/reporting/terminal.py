@@ -236,7 +236,9 @@ def _verdict_lines(plan: Plan, width: int) -> list[Text]:
     lines += [line for text in plan.best.why for line in _bullet(text, width)]
     if not plan.best.why:
         lines = []
-    others = [candidate for candidate in plan.candidates if candidate != plan.best][:2]
+    # The pick's own reasons may already say why the next ones lost.
+    told = [text.split(":")[0] for text in plan.best.why]
+    others = [item for item in plan.candidates if item != plan.best and item.name not in told][:2]
     for other in others:
         lines += [line for text in other.why[:1] for line in _named(f"not {other.name}", text, width)]
     return lines
