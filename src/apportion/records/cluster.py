@@ -20,8 +20,8 @@ class Device:
 
     Units: memory in bytes; `peak_flops_per_second` is the dense peak by precision name
     (`fp32`, `tf32`, `fp16`, `bf16`, `fp8`); `memory_bytes_per_second` is the device-memory bandwidth.
-    `efficiency` is the part of that peak which large matmuls reach, by precision; 1 where the peak is itself
-    a measured matmul rate.
+    `efficiency` is the part of the peak which large matmuls reach, by precision, and of the bandwidth which
+    copies reach, as `memory`.
     """
 
     kind: str
