@@ -79,6 +79,7 @@ def step_until_stopped(rank: RankContext, task: dict[str, Any]) -> None:
     for step in range(1, 5000):
         rank.heartbeat.beat(step, Phase.STEP)
         time.sleep(SECONDS_OF_A_STEP)
+        Path(task["folder"], "stepping").touch()
         if _sum(int(rank.signals.stop_requested)):
             Path(task["folder"], f"stopped-{rank.member.rank}").write_text(str(step))
             return

@@ -70,16 +70,25 @@ def process_group(
 
 
 def _meet(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+    """Set up the default process group.
+
+    PyTorch's agent keeps its store when it starts the ranks anew (torch 2.13), where they would find the
+    addresses of the processes before them; so each attempt has keys of its own.
+    """
     on_gpu = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore(f"attempt-{attempt}-of-{world_size}", store),
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             device_id=device if on_gpu else None,
         )
-    except dist.DistError as error:
+    except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankError(
             f"rank {rank} did not meet the other {world_size - 1} ranks at {where}",

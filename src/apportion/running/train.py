@@ -12,6 +12,7 @@ from ..errors import TargetError
 from ..reading import JobParts
 from ..records import Candidate, Job, Parity, Phase, StepRecord, TrainResult
 
+CHECKPOINTS = "checkpoints"
 Beat = Callable[[int, Phase], None]
 
 
@@ -45,7 +46,15 @@ class Trainable(Protocol):
     def num_steps(self) -> int: ...
     @property
     def parity(self) -> Parity | None: ...
-    def loader(self, dataset: Any, **options: Any) -> Any: ...
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        collate: Any = None,
+        num_workers: int = 0,
+    ) -> Any: ...
     def step(self, batch: Any) -> StepLike: ...
     def evaluate(self, loader: Iterable[Any], metrics: Any = None) -> dict[str, float]: ...
     def save(self, root: Path) -> Path: ...
@@ -159,6 +168,7 @@ class _Training:
         train, validation = self._loaders()
         if resume_from is not None:
             self._resume(resume_from)
+            self._tell_if_done(train)
         stopped = self._train(train, validation)
         self._save()
         return TrainResult(
@@ -201,6 +211,13 @@ class _Training:
         self.step = self.saved_step = self.session.num_steps
         self.checkpoint = str(checkpoint)
         self._message(f"resumed after step {self.step} from {checkpoint}")
+
+    def _tell_if_done(self, loader: Any) -> None:
+        if self._is_done(loader):
+            self._message(
+                f"nothing left to do: {self.step} steps are done; more with --steps or --epochs, "
+                "from the start with --resume off"
+            )
 
     def _train(self, loader: Any, validation: Any) -> bool:
         """Run the steps that are left; return whether they ended because of a request to stop."""
@@ -262,7 +279,7 @@ class _Training:
         if self.saved_step == self.step:
             return
         self.beat(self.step, Phase.SAVE)
-        path = self.session.save(Path(self.job.run_dir) / "checkpoints")
+        path = self.session.save(Path(self.job.run_dir) / CHECKPOINTS)
         self.saved_step, self.checkpoint = self.step, str(path)
         for observer in self.observers:
             observer.on_checkpoint(path)
