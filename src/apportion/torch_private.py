@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -65,7 +66,7 @@ def hidden_worker_info() -> Iterator[None]:
         _data_worker._worker_info = saved
 
 
-class LightDispatchMode(TorchDispatchMode):
+class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose `__torch_dispatch__` is called as written.
 
     Relies on `TorchDispatchMode._should_skip_dynamo`: when it answers True (the default) torch wraps the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +64,42 @@ def test_compiled_original_is_the_module_that_was_compiled() -> None:
     assert torch_private.compiled_original(torch.compile(module, backend="eager")) is module
     assert torch_private.compiled_original(module) is None
     assert torch_private.compiled_original(nn.Sequential(module)) is None
+
+
+def test_light_dispatch_mode_is_called_as_written() -> None:
+    class Light(torch_private.LightDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Wrapped(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not hasattr(Light.__torch_dispatch__, "__wrapped__")
+    assert hasattr(Wrapped.__torch_dispatch__, "__wrapped__")
+    with Light():  # type: ignore[no-untyped-call]
+        assert torch.ones(2).sum().item() == 2
+
+
+def test_sequence_numbers_lead_from_a_backward_to_its_forward() -> None:
+    x = torch.ones(3, requires_grad=True)
+    before = torch_private.forward_sequence_number()
+    y = x * 2
+    between = torch_private.forward_sequence_number()
+    z = y.sum()
+    after = torch_private.forward_sequence_number()
+    assert before < between < after
+    seen: list[int | None] = []
+
+    class Watch(torch_private.LightDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mul.Tensor:
+                seen.append(torch_private.backward_sequence_number())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():  # type: ignore[no-untyped-call]
+        z.backward()
+    assert len(seen) == 1
+    assert seen[0] is not None
+    assert before <= seen[0] < between
+    assert torch_private.backward_sequence_number() is None
