@@ -207,9 +207,10 @@ def _function(command: Command) -> Callable[[Output], Answer]:
 
 
 def _show(answer: Answer, options: Output, state: _State) -> int:
-    for text in answer.notes if not options.quiet else ():
-        print(text, file=sys.stderr)
-    if options.json_:
+    if answer.error is None and not options.quiet:  # the lines of an error stand alone
+        for text in answer.notes:
+            print(text, file=sys.stderr)
+    if options.json_ and answer.document is not None:
         print(json.dumps(_finite(to_json(answer.document)), indent=1, ensure_ascii=False))
     elif answer.views and not options.quiet:
         from rich.console import Console
@@ -218,7 +219,10 @@ def _show(answer: Answer, options: Output, state: _State) -> int:
         for i, view in enumerate(answer.views):
             if i:
                 console.print()
-            console.print(view)
+            if isinstance(view, str):
+                print(view)
+            else:
+                console.print(view)
     sys.stdout.flush()
     return state.fail(answer.error, document=False) if answer.error is not None else 0
 

@@ -9,8 +9,9 @@ from .errors import ApportionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`document` is a record or plain data; `views` are drawn by rich, one below the other.
+    """`document` is a record or plain data, None on a rank that leaves the answer to rank 0.
 
+    `views` are drawn by rich, one below the other.
     `notes` go to stderr. `error` is printed last and gives the exit code; the document is shown all the same.
     """
 

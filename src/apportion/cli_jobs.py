@@ -9,8 +9,10 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .api import describe, plan, profile
+from .cli_cache import kept_profile, profile_key
 from .cli_schema import (
     CompareOptions,
     Layout,
@@ -22,10 +24,11 @@ from .cli_schema import (
     VerifyOptions,
 )
 from .errors import OptionError, PlanError
-from .reading import JobParts, num_samples, read_target
+from .reading.hf_files import config_file, hf_fingerprint
 from .records import (
     Candidate,
     Cluster,
+    DeviceType,
     Job,
     Limits,
     Plan,
@@ -35,37 +38,77 @@ from .records import (
 )
 from .units import parse_bytes
 
+if TYPE_CHECKING:
+    from .reading import JobParts
+
 RunOptions = TrainOptions | VerifyOptions | CompareOptions
-# One process drives all devices in these; every other layout has one process per device.
-ONE_PROCESS = (Strategy.SINGLE, Strategy.DP, Strategy.NAIVE)
 _MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 _VERSIONS = ("apportion", "torch", "numpy", "transformers")
 DEFAULT_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What is known before anything runs."""
+class Forecast:
+    """What a plan is made of."""
 
-    parts: JobParts
     batch_size: int
     cluster: Cluster
     profile: Profile
     limits: Limits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Forecast):
+    """What is known before anything runs."""
+
+    parts: JobParts
+
+
 def read_parts(options: OnTarget) -> JobParts:
     """Return the job that the options name."""
+    from .reading import read_target
+
     return read_target(options.target, overrides=options.set, seq_len=options.seq_len, seed=options.seed)
 
 
 def batch_size_of(options: OnTarget, parts: JobParts) -> int:
     """Return the global batch: as asked, a one-batch job's own, or 32."""
+    from .reading import num_samples
+
     if options.batch_size is not None:
         return options.batch_size
     if not parts.one_batch:
         return DEFAULT_BATCH_SIZE
     return num_samples(parts.example(sys.maxsize), parts.batch_dims) or DEFAULT_BATCH_SIZE
+
+
+def profile_target(options: OnTarget, device_type: DeviceType) -> Profile:
+    """Return the profile of a target for the global batch; that of a configuration may be a kept one."""
+
+    def make() -> Profile:
+        parts = read_parts(options)
+        return profile(parts, batch_samples=batch_size_of(options, parts), device_type=device_type)
+
+    if not options.target.startswith("hf:"):
+        return make()
+    file = config_file(options.target.removeprefix("hf:"))
+    key = profile_key(
+        hf_fingerprint(file, options.set, options.seq_len),
+        batch_samples=options.batch_size or DEFAULT_BATCH_SIZE,
+        device_type=device_type,
+        versions=versions(),
+    )
+    return kept_profile(key, make)
+
+
+def forecast(options: PlanOptions) -> Forecast:
+    """Describe the machines and profile the target, for a plan that nothing is run with."""
+    cluster = cluster_of(options)
+    found = profile_target(options, cluster.device.type)
+    batch_size = options.batch_size or found.batch_samples
+    return Forecast(
+        batch_size=batch_size, cluster=cluster, profile=found, limits=limits_of(options, batch_size)
+    )
 
 
 def cluster_of(options: OnCluster) -> Cluster:
@@ -97,7 +140,7 @@ def limits_of(options: Layout, batch_size: int) -> Limits:
     )
 
 
-def prepare(options: PlanOptions | RunOptions) -> Prepared:
+def prepare(options: RunOptions) -> Prepared:
     """Read the target, describe the machines and profile the model."""
     cluster = cluster_of(options)
     parts = read_parts(options)
@@ -152,7 +195,9 @@ def nothing_fits(made: Plan) -> PlanError:
     short = [excluded for excluded in made.excluded if excluded.short_by_bytes > 0]
     nearest = min(short, key=lambda excluded: excluded.short_by_bytes, default=None)
     reasons = "; ".join(f"{excluded.name}: {excluded.reason}" for excluded in made.excluded[:2])
-    found = f"{nearest.name} is {nearest.short_by_bytes} bytes short: {nearest.reason}" if nearest else reasons
+    found = reasons
+    if nearest is not None:
+        found = f"{nearest.name} {nearest.reason}: {nearest.short_by_bytes:,} bytes short"
     what = f"{made.model.name} does not fit on {made.cluster.devices} x {made.cluster.kind}"
     return PlanError(what, found=found, try_=made.smallest_change)
 
@@ -178,7 +223,12 @@ def _saved_plan(path: Path, prepared: Prepared) -> tuple[Plan, Candidate]:
             found=error.strerror or str(error),
             try_="apportion plan ... --json > plan.json",
         ) from None
-    saved = from_json_text(Plan, text)
+    try:
+        saved = from_json_text(Plan, text)
+    except OptionError as error:
+        raise OptionError(
+            f"--plan {path} holds no plan: {error.what}", found=error.found, try_=error.try_
+        ) from None
     if saved.best is None:
         raise OptionError(f"--plan {path} holds no plan that fits", found=saved.smallest_change)
     here = prepared.profile
@@ -283,8 +333,3 @@ def port_of(options: Start) -> int | None:
             try_=f"localhost:{port}",
         )
     return int(port) or None
-
-
-def num_processes(candidate: Candidate) -> int:
-    """Return the processes that a candidate runs in."""
-    return 1 if candidate.strategy in ONE_PROCESS else candidate.mesh.num_ranks

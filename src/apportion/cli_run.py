@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from .api import num_processes, run
 from .cli_answer import Answer
 from .cli_jobs import (
     Prepared,
     RunOptions,
     job_of,
-    num_processes,
     plan_for,
     port_of,
     prepare,
@@ -23,7 +23,7 @@ from .cli_jobs import (
 )
 from .cli_schema import CompareOptions, Start, TrainOptions, VerifyOptions
 from .errors import ApportionError, OptionError, ParityError, PlanError, RefusedError, StoppedError
-from .launching import Tick, joined, launch
+from .launching import Tick, joined
 from .records import (
     Candidate,
     Command,
@@ -36,13 +36,11 @@ from .records import (
     Strategy,
     Task,
     TrainResult,
-    from_json_text,
     to_json,
-    to_json_text,
 )
 from .reporting import compare_table, parity_table, placement_picture, plan_table
 
-T = TypeVar("T")
+T = TypeVar("T", TrainResult, Parity, Measured)
 
 
 def train(options: TrainOptions) -> Answer:
@@ -117,7 +115,7 @@ def _train_joined(options: TrainOptions) -> Answer:
     result = run_joined(group, task)
     assert isinstance(result, TrainResult)
     answer = _trained(result, ())
-    return answer if group.rank == 0 else dataclasses.replace(answer, views=())
+    return answer if group.rank == 0 else dataclasses.replace(answer, document=None, views=())
 
 
 def _trained(result: TrainResult, notes: tuple[str, ...]) -> Answer:
@@ -131,11 +129,11 @@ def _trained(result: TrainResult, notes: tuple[str, ...]) -> Answer:
             found=f"saved in {result.checkpoint}" if result.checkpoint else "",
             try_="run the same command again to go on from there",
         )
-    return Answer(document=result, views=tuple(lines), notes=notes, error=error)
+    return Answer(document=result, views=("\n".join(lines),), notes=notes, error=error)
 
 
 def _dry_run(task: Task, prepared: Prepared) -> Answer:
-    processes = num_processes(task.candidate)
+    processes = num_processes(task)
     line = (
         f"would start {processes} process{'es' * (processes > 1)} in {task.job.run_dir}: {task.candidate.name}"
     )
@@ -275,28 +273,13 @@ def _measure(
 
 
 def _launched(task: Task, answer: type[T], *, options: RunOptions) -> T:
-    """Start the ranks of a task here, wait for them, and return what rank 0 wrote."""
-    run_dir = Path(task.job.run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "task.json").write_text(to_json_text(task))
-    except OSError as error:
-        raise OptionError(
-            f"cannot write to the run directory {run_dir}",
-            found=str(error),
-            try_="choose another with --run-dir",
-        ) from error
-    result = Path(task.result)
-    result.unlink(missing_ok=True)
-    launch(
-        run_dir / "task.json",
-        num_ranks=num_processes(task.candidate),
-        log_dir=run_dir / "logs",
+    return run(
+        task,
+        answer,
         env=_rank_env(options),
         max_restarts=options.max_restarts,
         on_tick=_hear_nothing if _is_silent(task.command, options) else None,
     )
-    return from_json_text(answer, result.read_text())
 
 
 def _is_silent(command: Command, options: RunOptions) -> bool:

@@ -215,7 +215,6 @@ class ReportOptions(Output):
 class CalibrateOptions(Output):
     """The options of `apportion calibrate`."""
 
-    devices: str = _option("local", "local or local:N", metavar="SPEC", main=True)
     output: str = _option("cluster.toml", "the file to write", metavar="FILE", main=True)
 
 

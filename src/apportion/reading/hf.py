@@ -6,7 +6,6 @@ No weights are read: `hf:PATH` is a `config.json` or the folder that holds one. 
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -22,6 +21,7 @@ from .calling import default_forward
 from .files import parse_literal
 from .functions import call_builder, require_module
 from .hf_batches import batch_maker, sequence_length
+from .hf_files import config_file, hf_fingerprint
 from .parts import JobParts
 from .wording import last_line, nearest
 
@@ -69,29 +69,6 @@ def read_hf(path: str, *, overrides: Mapping[str, str], seq_len: int | None, see
         tokens_per_sample=length if build.cls.main_input_name == "input_ids" else 0,
         fingerprint=hf_fingerprint(file, overrides, seq_len),
     )
-
-
-def config_file(path: str) -> Path:
-    """Return the `config.json` that `hf:PATH` names.
-
-    Raises: TargetError if it is not there.
-    """
-    given = Path(path).expanduser()
-    file = given / "config.json" if given.is_dir() else given
-    if not file.is_file():
-        raise TargetError(
-            f"hf:{path} is not on this machine",
-            found=f"no file {file}",
-            try_="give the path of a config.json or of the folder that holds it (nothing is downloaded)",
-        )
-    return file
-
-
-def hf_fingerprint(file: Path, overrides: Mapping[str, str], seq_len: int | None) -> str:
-    """Return the hex digest of a configuration and what was set in it."""
-    digest = hashlib.sha256(file.read_bytes())
-    digest.update(json.dumps([sorted(overrides.items()), seq_len]).encode())
-    return digest.hexdigest()
 
 
 def _config(file: Path, overrides: Mapping[str, str]) -> Any:
