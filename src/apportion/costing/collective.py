@@ -24,6 +24,11 @@ LINK_EFFICIENCY: Mapping[str, float] = {
     "network": 0.9,
 }
 
+# What a collective takes on gloo against half an all_reduce, which is what a ring needs: two ranks of one
+# machine, torch 2.13, 16.8 MB: all_reduce 24.8 ms, all_gather 25.1 ms, reduce_scatter 36.1 ms.
+_GLOO_ALL_GATHER = 2.0
+_GLOO_REDUCE_SCATTER = 2.9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -52,8 +57,8 @@ def _latency_seconds(group: Group) -> float:
     return within + (group.num_nodes - 1) * group.inter_node.latency_seconds
 
 
-def all_gather_seconds(payload_bytes: float, group: Group) -> float:
-    """Return the time until every rank holds all `payload_bytes`, of which each brought an equal part."""
+def _ring_seconds(payload_bytes: float, group: Group) -> float:
+    """Return the time of one way round: a gather or a reduction of `payload_bytes`."""
     if group.size == 1:
         return 0.0
     n, d = group.num_nodes, group.ranks_per_node
@@ -62,14 +67,23 @@ def all_gather_seconds(payload_bytes: float, group: Group) -> float:
     return max(within, between) + _latency_seconds(group)
 
 
+def _on_gloo(group: Group, factor: float) -> float:
+    return factor if group.intra_node.kind == "gloo" else 1.0
+
+
+def all_gather_seconds(payload_bytes: float, group: Group) -> float:
+    """Return the time until every rank holds all `payload_bytes`, of which each brought an equal part."""
+    return _ring_seconds(payload_bytes, group) * _on_gloo(group, _GLOO_ALL_GATHER)
+
+
 def reduce_scatter_seconds(payload_bytes: float, group: Group) -> float:
     """Return the time until every rank holds its part of the sum of `payload_bytes` from each."""
-    return all_gather_seconds(payload_bytes, group)
+    return _ring_seconds(payload_bytes, group) * _on_gloo(group, _GLOO_REDUCE_SCATTER)
 
 
 def all_reduce_seconds(payload_bytes: float, group: Group) -> float:
     """Return the time until every rank holds the sum of `payload_bytes` from each."""
-    return reduce_scatter_seconds(payload_bytes, group) + all_gather_seconds(payload_bytes, group)
+    return 2 * _ring_seconds(payload_bytes, group)
 
 
 def broadcast_seconds(payload_bytes: float, group: Group) -> float:

@@ -33,6 +33,9 @@ from .workload import BlockLoad, Workload
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's bucket_cap_mb, default 25."""
+UNIT_CALL_SECONDS = 1.1e-3
+"""Host time of fully_shard around one collective of one unit on CPU: 16 units of two nn.Linear(32, 32), two
+gloo ranks, torch 2.13: 2.1 ms per unit and step with two collectives, 3.7 ms with three. GPUs run behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +256,9 @@ def _unit_seconds(priced: Priced, block: BlockLoad, shard: Group, replicate: Gro
         reduce = reduce_scatter_seconds(block.trainable_bytes, shard)
         reduce += all_reduce_seconds(block.trainable_bytes / shard.size, replicate)
     if not priced.overlaps:
-        gather += 2 * block.parameter_bytes / memory_rate(priced.device)
-        reduce += 2 * block.trainable_bytes / memory_rate(priced.device)
+        copied = 2 / memory_rate(priced.device)
+        gather += block.parameter_bytes * copied + (UNIT_CALL_SECONDS if gather else 0.0)
+        reduce += block.trainable_bytes * copied + (UNIT_CALL_SECONDS if reduce else 0.0)
     return gather, reduce
 
 

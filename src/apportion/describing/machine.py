@@ -100,9 +100,10 @@ def _cpu(num_ranks: int) -> Cluster:
     else:
         peaks, memory_rate = cpu_rates(cores)
         link = GLOO_LINK
-    return cpu_cluster(
+    cluster = cpu_cluster(
         num_ranks, peaks=peaks, memory_rate=memory_rate, link=link, cores=cores, memory_bytes=memory
     )
+    return replace(cluster, calibrated=saved is not None)
 
 
 def cpu_cluster(

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-_QUICK_SECONDS = 0.02
-_MATRIX_SIDE = 512
+_QUICK_SECONDS = 0.025
+_MATRIX_SIDE = 384
 _LARGE_MATRIX_SIDE = 2048
 _COPY_ELEMENTS = 2**23
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

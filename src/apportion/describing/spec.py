@@ -11,7 +11,7 @@ from ..records import Cluster, Link, Node
 from ..units import parse_bandwidth
 from .catalogue import Kind, find_instance, find_kind, nearest, network_link, providers
 
-_SHAPE = re.compile(r"^(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z].*)$")
+_SHAPE = re.compile(r"^(?:(?P<nodes>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z0-9].*)$")
 _INSTANCE = re.compile(r"^(?P<provider>[a-z]+):(?P<name>[^*]+?)(?:\*(?P<count>\d+))?$")
 _LOCAL = re.compile(r"^local(?::(?P<ranks>.*))?$")
 _MAX_DEVICES_PER_NODE = 16  # DGX-2 and a2-megagpu-16g, the largest of the tables

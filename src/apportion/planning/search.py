@@ -64,7 +64,9 @@ def make_plan(profile: Profile, cluster: Cluster, limits: Limits) -> Plan:
         best = candidates[0]
     return Plan(
         model=ModelSummary(
-            name=profile.name, parameters=profile.root.parameters, components=len(profile.components)
+            name=profile.name,
+            parameters=profile.root.parameters,
+            components=len(situation.workload.fqns) or 1,
         ),
         cluster=ClusterSummary(
             devices=cluster.num_devices,
