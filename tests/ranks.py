@@ -14,6 +14,8 @@ the others are stopped.
 from __future__ import annotations
 
 import datetime
+import functools
+import math
 import multiprocessing
 import os
 import pickle
@@ -23,7 +25,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -90,22 +94,15 @@ class RankPool:
 
     def _start(self) -> None:
         self._store = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("spawn")
         store = os.path.join(self._store.name, "store")
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
-                setup = (rank, self.world_size, store, self.timeout_s, theirs)
-                process = context.Process(target=_rank_main, args=setup, daemon=True)
-                process.start()
-                theirs.close()
-                self._ranks.append((process, ours))
-        finally:
-            os.environ.pop("OMP_NUM_THREADS")
-            if before is not None:
-                os.environ["OMP_NUM_THREADS"] = before
+        context = _context()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            setup = (rank, self.world_size, store, self.timeout_s, theirs, dict(os.environ))
+            process = context.Process(target=_rank_main, args=setup, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
 
     def _collect(self) -> list[Any]:
         deadline = time.monotonic() + self.timeout_s
@@ -131,7 +128,8 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             process = self._ranks[rank][0]
             process.join(5)
-            return Answer(False, time.monotonic(), f"died with exit code {process.exitcode}")
+            # Others may have told of the lost connection before; a death is the cause all the same.
+            return Answer(False, -math.inf, f"died with exit code {process.exitcode}")
         assert isinstance(answer, Answer)
         return answer
 
@@ -161,10 +159,34 @@ class RankPool:
             self._store = None
 
 
-def _rank_main(rank: int, world_size: int, store: str, timeout_s: float, connection: Connection) -> None:
+@functools.cache
+def _context() -> ForkServerContext:
+    """Return where processes come from: a server that has imported torch once, in one thread, and forks.
+
+    Importing torch anew costs seconds of processor time in every rank. OMP_NUM_THREADS counts when it is
+    imported; the rest of the environment is sent along.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint"])
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+def _rank_main(
+    rank: int, world_size: int, store: str, timeout_s: float, connection: Connection, environ: dict[str, str]
+) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     dist.init_process_group(
