@@ -3,7 +3,7 @@
 Note [cut level]
 From the root downwards: the items of a list of equal modules are blocks; a module that holds such a list
 further down is opened, its other children are blocks as they are. A list counts when at least half of its
-items are built alike and it carries a twentieth of the model. Without any such list, modules that carry more
+items (two or more) are built alike and it carries a twentieth of the model; so does a list of one. Without any such list, modules that carry more
 than a quarter of the model are opened. Parameters that an opened module holds itself belong to no block;
 they stay with the root.
 """
@@ -46,7 +46,9 @@ class _Tree:
         if self.weights[name] < REPEATED_SHARE or not any(self.children[item] for item in items):
             return False
         most = Counter(self.fingerprints[item] for item in items).most_common(1)[0][1]
-        return most * 2 >= len(items) if len(items) > 1 else isinstance(self.modules[name], nn.ModuleList)
+        if len(items) == 1:
+            return isinstance(self.modules[name], nn.ModuleList)
+        return most > 1 and most * 2 >= len(items)
 
 
 def cut_level(

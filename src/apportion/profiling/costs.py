@@ -13,7 +13,7 @@ from ..records import DeviceType, Method, Profile
 from ..units import format_bytes
 from .building import build_without_weights
 from .components import Labels, assemble
-from .fake import Data, Forward, Loss, Run, Subject, run
+from .fake import Data, Forward, Loss, Run, Subject, refuse_lazy, run
 from .fingerprint import fingerprints
 from .operators import tensors_in
 from .repeats import Repeats
@@ -45,6 +45,7 @@ def profile_module(
     Raises: TargetError if the forward, the loss or the backward fails on real tensors too.
     """
     subject = Subject(module=module, batch=batch, forward=forward, loss=loss, device_type=device_type)
+    refuse_lazy(module)
     static = fingerprints(dict(module.named_modules()))
 
     def labels(method: Method, notes: tuple[str, ...]) -> Labels:
@@ -81,6 +82,7 @@ def profile_parts(parts: JobParts, *, batch_samples: int, device_type: DeviceTyp
         loss=parts.loss,
         device_type=device_type,
     )
+    refuse_lazy(subject.module)
     static = fingerprints(dict(subject.module.named_modules()))
     done, reason = _on_meta(subject, static)
     if done is not None:

@@ -80,7 +80,6 @@ def run(subject: Subject, *, data: Data, repeats: Repeats | None) -> Run:
     Raises: TargetError for a loss that is no scalar; whatever the module raises on such tensors.
     """
     module = subject.module
-    _refuse_lazy(module)
     trace = Trace(dict(module.named_modules()), repeats=repeats)
     with restored(module), torch.random.fork_rng(devices=[]), kept_python_random():
         tensors = _stand_ins(module, data)
@@ -148,7 +147,8 @@ def _own_loss(output: Any) -> Any:
     return vars(output).get("loss") if hasattr(output, "__dict__") else None
 
 
-def _refuse_lazy(module: nn.Module) -> None:
+def refuse_lazy(module: nn.Module) -> None:
+    """Raise TargetError for a parameter that gets its shape only from a first call."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise TargetError(

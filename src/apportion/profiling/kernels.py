@@ -12,7 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..records import DeviceType
 
-_IF_FINITE = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
+_IF_FINITE = {
+    torch.isfinite: True,
+    Tensor.isfinite: True,
+    torch.isnan: False,
+    Tensor.isnan: False,
+    torch.isinf: False,
+    Tensor.isinf: False,
+}
 
 
 class Kernels(TorchFunctionMode):

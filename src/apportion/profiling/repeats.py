@@ -8,7 +8,7 @@ shares parameters with the rest of the model is always run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class _Kind:
         self.ran: list[int] = []
         self.unsafe = False
         self.leaves: list[Any] = []
+        self.kept: list[bool] = []
         self.form: Any = None
 
 
@@ -68,29 +69,36 @@ class Repeats:
             for index, source in self.sources.items()
         )
 
-    def replay(self, index: int, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Return (True, output) without running block `index`, or (False, None) when it has to run."""
+    def replay(self, index: int, args: Any, kwargs: Any) -> tuple[bool, Any, list[Tensor]]:
+        """Answer for block `index` without running it, where that is possible.
+
+        Returns (True, output, the tensors of the output that the block itself would have kept for its
+        backward), or (False, None, []) when the block has to run.
+        """
         key = self._keys.get(index)
         if key is None:
-            return False, None
+            return False, None, []
         kind = self._kinds.setdefault((key, signature((args, kwargs))), _Kind())
         if index in kind.ran or len(kind.ran) < RUNS or kind.unsafe:
             self._calls[index] += 1
             if index not in kind.ran:
                 kind.ran.append(index)
             self._open.append((kind, _attributes(self._modules[index])))
-            return False, None
+            return False, None, []
         self._answered[index] += 1
         self.sources[index] = kind.ran[RUNS - 1]
-        return True, _answer(kind, [t for t in tensors_in((args, kwargs)) if t.requires_grad])
+        out = _answer(kind, [t for t in tensors_in((args, kwargs)) if t.requires_grad])
+        tensors = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+        return True, out, [t for t, kept in zip(tensors, kind.kept, strict=True) if kept]
 
-    def record(self, index: int, out: Any) -> None:
-        """Take down what block `index`, which just ran, returned."""
+    def record(self, index: int, out: Any, kept: Callable[[Tensor], bool]) -> None:
+        """Take down what block `index`, which just ran, returned; `kept` tells what autograd keeps already."""
         if index not in self._keys:
             return
         kind, before = self._open.pop()
         leaves, kind.form = tree_flatten(out)
         kind.leaves = [_leaf(leaf) for leaf in leaves]
+        kind.kept = [kept(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         changed = _attributes(self._modules[index]) != before
         opaque = any(not isinstance(x, Tensor | bool | int | float | str | None) for x in leaves)

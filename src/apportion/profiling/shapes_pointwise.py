@@ -117,7 +117,7 @@ def new_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs:
     return empty(size, kwargs.get("dtype") or x.dtype, stride)
 
 
-def new(x: Tensor, size: Sequence[int], **kwargs: Any) -> Any:
+def new(x: Tensor, size: Sequence[int], *args: object, **kwargs: Any) -> Any:
     return empty(size, kwargs.get("dtype") or x.dtype)
 
 

@@ -91,14 +91,7 @@ class Trace:
         self._enter(index)
         try:
             if first and self.repeats is not None:
-                self.paused = True
-                try:
-                    replayed, out = self.repeats.replay(index, args, kwargs)
-                finally:
-                    self.paused = False
-                if not replayed:
-                    out = forward(*args, **kwargs)
-                    self.repeats.record(index, out)
+                out = self._run_or_replay(self.repeats, index, forward, args, kwargs)
             else:
                 out = forward(*args, **kwargs)
             if first:
@@ -108,6 +101,27 @@ class Trace:
         if first and self._depth == 0 and (self._heavy(index) or (index == 0 and not _has_loss(out))):
             self._restart_window(out)
         return out
+
+    def _run_or_replay(
+        self, repeats: Repeats, index: int, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        self.paused = True
+        try:
+            replayed, out, kept = repeats.replay(index, args, kwargs)
+        finally:
+            self.paused = False
+        if replayed:
+            for storage in map(storage_of, kept):
+                if storage is not None:
+                    self._saved[id(storage)] = storage
+        else:
+            out = forward(*args, **kwargs)
+            repeats.record(index, out, self._is_saved)
+        return out
+
+    def _is_saved(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage is not None and id(storage) in self._saved
 
     def _heavy(self, index: int) -> bool:
         return index != 0 and self._holds_parameters[index]
