@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from apportion.errors import ApportionError
 from apportion.running.checkpoint import CheckpointMeta, latest_checkpoint, load_checkpoint, save_checkpoint
+from apportion.running.exporting import export_safetensors
+from apportion.running.together import on_every_rank
 from ranks import RankPool
 
 pytestmark = pytest.mark.slow
@@ -85,6 +89,7 @@ def save_all(rank: int, root: str) -> Flat:
     state = build(rank, seed=1)
     path = save_checkpoint(Path(root), step=4, state=state, meta=CheckpointMeta(world_size=4))
     assert path == Path(root) / "step-4"
+    export_safetensors(Path(f"{root}-export"), state["model"] | state["sharded"], max_shard_bytes=100)
     return collect(state)
 
 
@@ -99,6 +104,14 @@ def load_all(rank: int, root: str) -> tuple[Flat, Flat]:
     return before, collect(state)
 
 
+def planted(rank: int) -> None:
+    class OwnError(RuntimeError):
+        """Does not pickle."""
+
+    if rank == 1:
+        raise OwnError("planted")
+
+
 def refused(rank: int, root: str, how: str) -> str:
     """The error that every rank sees when only rank 1 meets the trouble."""
     state: dict[str, Any] = {"w": torch.full((1000,), 1.0), f"own{rank}": torch.zeros(40_000)}
@@ -108,6 +121,8 @@ def refused(rank: int, root: str, how: str) -> str:
             if rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
             save_checkpoint(Path(root), step=5, state=state, meta=CheckpointMeta())
+        elif how == "own class":
+            on_every_rank(partial(planted, rank))
         elif how == "shape":
             state["w"] = torch.zeros(10 + rank)
             save_checkpoint(Path(root), step=5, state=state, meta=CheckpointMeta())
@@ -116,7 +131,7 @@ def refused(rank: int, root: str, how: str) -> str:
             if rank == 1:
                 state["extra"] = torch.zeros(1)
             load_checkpoint(Path(root) / "step-4", state)
-    except (ApportionError, ValueError) as error:
+    except (ApportionError, ValueError, RuntimeError) as error:
         return re.sub(r"\d+ bytes free", "", f"{type(error).__name__}: {error}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -163,14 +178,32 @@ def test_four_ranks_save_and_others_load(saved: tuple[Path, Flat], world_size: i
     assert not any(equal(before[f"model.odd.{index}"], loaded[f"model.odd.{index}"]) for index in range(5))
 
 
+def test_four_ranks_export_the_full_model(saved: tuple[Path, Flat]) -> None:
+    root, whole = saved
+    files = sorted(Path(f"{root}-export").glob("*.safetensors"))
+    assert len(files) > 2
+    loaded: Flat = {}
+    for file in files:
+        loaded |= load_file(file)
+    expected = {
+        key.partition(".")[2]: value
+        for key, value in whole.items()
+        if key.split(".")[0] in ("model", "sharded")
+    }
+    assert loaded.keys() == expected.keys()
+    assert [key for key in expected if not equal(expected[key], loaded[key])] == []
+
+
 def check_refusals(pool: RankPool, root: Path) -> None:
     """Trouble on rank 1 is the same error on both ranks, and nothing is left of what was begun."""
     for how, text in (
         ("disk", r"OptionError: the checkpoint of 316\.4 KiB cannot be written .*rank 1: OSError"),
         ("shape", r"ValueError: w is float32\[11\] on rank 1"),
+        ("own class", r"RuntimeError: OwnError: planted"),
         ("model", r"TargetError: .*not in the checkpoint: extra"),
     ):
         first, second = pool.run(refused, str(root), how)
-        assert first == second
+        # A class that does not pickle reaches the other rank by its text.
+        assert first.removeprefix("RuntimeError: ") == second
         assert re.match(text, first, re.DOTALL), first
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-4"]

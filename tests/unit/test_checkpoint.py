@@ -19,9 +19,11 @@ from apportion.records import from_json_text, to_json_text
 from apportion.running import checkpoint, checkpoint_files
 from apportion.running.checkpoint import (
     CheckpointMeta,
+    Kind,
     hash_parameters,
     latest_checkpoint,
     load_checkpoint,
+    read_kinds,
     save_checkpoint,
 )
 
@@ -218,6 +220,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     ):
         assert text in caught.value.found
     assert state["count"] == 0
+
+
+def test_kinds_tell_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    kinds = read_kinds(path)
+    assert kinds["optimizer.state.0.m"] == Kind((7, 3), torch.float32, 84)
+    assert kinds["model.half"] == Kind((5,), torch.bfloat16, 10)
+    assert kinds["optimizer.param_groups"] == Kind()
+    os.truncate(path / ".metadata", 30)
+    with pytest.raises(TargetError, match=r"\.metadata is damaged[^~]*30 bytes where"):
+        read_kinds(path)
 
 
 def test_two_entries_with_one_key_are_our_bug() -> None:

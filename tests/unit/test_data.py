@@ -245,6 +245,23 @@ def test_an_iterator_gives_one_epoch_only() -> None:
         list(loader)
 
 
+class TellsEpoch(Stream):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_stream_that_shuffles_by_itself_is_told_the_epoch() -> None:
+    dataset = TellsEpoch(8)
+    loader = Loader(dataset, settings())
+    seen = []
+    for _ in range(3):
+        assert sum(portion.total for portion in loader) == 8
+        seen.append(dataset.epoch)
+    assert seen == [0, 1, 2]
+
+
 @pytest.mark.slow
 @MORE_WORKERS_THAN_CORES
 @pytest.mark.parametrize("kind", [Augmented, Stream])

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -47,9 +47,11 @@ from .together import count_ranks, gather_on_first, on_every_rank, on_first_rank
 
 __all__ = [
     "CheckpointMeta",
+    "Kind",
     "hash_parameters",
     "latest_checkpoint",
     "load_checkpoint",
+    "read_kinds",
     "read_meta",
     "save_checkpoint",
 ]
@@ -58,6 +60,7 @@ State = Mapping[str, object]
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAMES_SHOWN = 6
+_METADATA = ".metadata"  # DCP's table of contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +95,18 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What must agree between a saved value and the one to load into; an object has neither shape nor type."""
+class Kind:
+    """What must agree between a saved value and the one to load into.
+
+    The global shape and the type of a tensor, None for an object; `bytes` is the size of the whole tensor.
+    """
 
     shape: tuple[int, ...] | None = None
-    dtype: str = "object"
+    dtype: torch.dtype | None = None
     bytes: int = 0
 
     def __str__(self) -> str:
-        return self.dtype if self.shape is None else f"{self.dtype.removeprefix('torch.')}{list(self.shape)}"
+        return "object" if self.shape is None else f"{self.dtype}{list(self.shape)}".removeprefix("torch.")
 
 
 def hash_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -173,6 +179,24 @@ def read_meta(path: Path) -> CheckpointMeta:
         return from_json_text(CheckpointMeta, file.read_text(encoding="utf-8"))
     except (OptionError, UnicodeDecodeError) as error:
         raise damaged(file, str(error)) from error
+
+
+def read_kinds(path: Path) -> dict[str, Kind]:
+    """Return what the checkpoint at `path` holds, by dotted key; for a state that is made to fit it.
+
+    Raises: TargetError if there is none, or what it says of itself is damaged.
+    """
+    for file in read_meta(path).files:
+        if file.name == _METADATA:
+            check_file(path, file)
+    kinds = {}
+    for key, saved in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            dtype = saved.properties.dtype
+            kinds[key] = Kind(tuple(saved.size), dtype, saved.size.numel() * dtype.itemsize)
+        else:
+            kinds[key] = Kind()
+    return kinds
 
 
 def _save(beside: Path, leaves: dict[str, _Leaf], meta: CheckpointMeta, *, keep: int) -> Path:
@@ -307,14 +331,14 @@ def _flatten(state: State) -> dict[str, _Leaf]:
     return leaves
 
 
-def _kind(value: object) -> _Kind:
+def _kind(value: object) -> Kind:
     if not isinstance(value, torch.Tensor) or not _is_tensor(value):
-        return _Kind()
-    return _Kind(tuple(value.shape), str(value.dtype), value.numel() * value.element_size())
+        return Kind()
+    return Kind(tuple(value.shape), value.dtype, value.numel() * value.element_size())
 
 
-def _merge_kinds(parts: Iterable[Mapping[str, _Kind]]) -> dict[str, _Kind]:
-    merged: dict[str, _Kind] = {}
+def _merge_kinds(parts: Iterable[Mapping[str, Kind]]) -> dict[str, Kind]:
+    merged: dict[str, Kind] = {}
     for rank, part in enumerate(parts):
         for key, kind in part.items():
             if merged.setdefault(key, kind) != kind:
@@ -334,18 +358,8 @@ def _check_files(path: Path, meta: CheckpointMeta) -> None:
         check_file(path, expected)
 
 
-def _saved_kinds(metadata: Metadata) -> dict[str, _Kind]:
-    kinds = {}
-    for key, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            kinds[key] = _Kind(tuple(saved.size), str(saved.properties.dtype))
-        else:
-            kinds[key] = _Kind()
-    return kinds
-
-
-def _check_same_model(path: Path, wanted: Mapping[str, _Kind]) -> None:
-    saved = _saved_kinds(FileSystemReader(path).read_metadata())
+def _check_same_model(path: Path, wanted: Mapping[str, Kind]) -> None:
+    saved = read_kinds(path)
     problems = []
     if missing := sorted(wanted.keys() - saved.keys()):
         problems.append(f"not in the checkpoint: {_shown(missing)}")
@@ -354,7 +368,7 @@ def _check_same_model(path: Path, wanted: Mapping[str, _Kind]) -> None:
     different = [
         f"{key} ({saved[key]} saved, {wanted[key]} here)"
         for key in sorted(wanted.keys() & saved.keys())
-        if str(saved[key]) != str(wanted[key])
+        if saved[key] != wanted[key]
     ]
     if different:
         problems.append(f"different: {_shown(different)}")
