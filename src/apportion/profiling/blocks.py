@@ -3,9 +3,9 @@
 Note [cut level]
 From the root downwards: the items of a list of equal modules are blocks; a module that holds such a list
 further down is opened, its other children are blocks as they are. A list counts when at least half of its
-items (two or more) are built alike and it carries a twentieth of the model; so does a list of one. Without any such list, modules that carry more
-than a quarter of the model are opened. Parameters that an opened module holds itself belong to no block;
-they stay with the root.
+items (two or more) are built alike and it carries a twentieth of the model; so does a list of one. Without
+any such list, modules that carry more than a quarter of the model are opened. Parameters that an opened
+module holds itself belong to no block; they stay with the root.
 """
 
 from __future__ import annotations
