@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ..records import Link
 
-# The part of a link's rate that collectives reach. NVLink: nccl-tests all_reduce bus bandwidth on eight
-# devices, 235 of 300 GB/s (DGX A100) and 365 of 450 GB/s (DGX H100, without NVLink SHARP). Network: 46 of
-# 50 GB/s per 400 Gb/s port. PCIe and Infinity Fabric: assumptions. A rate measured with
-# collectives counts whole.
+# The part of a link's rate that collectives reach; round figures, not measured here. NVLink: about 235 of
+# 300 GB/s (DGX A100) and 365 of 450 GB/s (DGX H100, without NVLink SHARP) in public nccl-tests all_reduce runs on
+# eight devices. Network: about 46 of 50 GB/s per 400 Gb/s port. PCIe and Infinity Fabric: assumptions. A rate
+# measured with collectives counts whole.
 LINK_EFFICIENCY: Mapping[str, float] = {
     "nvlink": 0.8,
     "infinity-fabric": 0.7,
@@ -25,7 +25,8 @@ LINK_EFFICIENCY: Mapping[str, float] = {
 }
 
 # What a collective takes on gloo against half an all_reduce, which is what a ring needs: two ranks of one
-# machine, torch 2.13, 16.8 MB: all_reduce 24.8 ms, all_gather 25.1 ms, reduce_scatter 36.1 ms.
+# machine, torch 2.13, 16.8 MB, fastest of 30 on a busy machine: all_reduce 24.8 ms, all_gather 25.1 ms,
+# reduce_scatter 36.1 ms; only their ratio is used.
 _GLOO_ALL_GATHER = 2.0
 _GLOO_REDUCE_SCATTER = 2.9
 

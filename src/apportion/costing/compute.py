@@ -19,8 +19,8 @@ from .workload import BlockLoad, Workload
 MATMUL_EFFICIENCY: Mapping[DeviceType, float] = {DeviceType.CPU: 1.0, DeviceType.CUDA: 0.7}
 # Large copies reach 0.91 of the datasheet rate (H100 NVL, 4 GiB); training's operators are smaller.
 MEMORY_EFFICIENCY: Mapping[DeviceType, float] = {DeviceType.CPU: 1.0, DeviceType.CUDA: 0.85}
-# One call of nn.Linear(8, 8) or nn.LayerNorm(8) on one CPU core, torch 2.13: 20 us forward and 30 us backward.
-# On a GPU the host needs as long to launch, beside the device: the longer of the two counts.
+# One call of nn.Linear(8, 8) or nn.LayerNorm(8) on one core of a busy machine, torch 2.13: 20 us forward and
+# 30 us backward. On a GPU the host needs as long to launch, beside the device: the longer of the two counts.
 FORWARD_CALL_SECONDS = 20e-6
 BACKWARD_CALL_SECONDS = 30e-6
 BACKWARD_TRAFFIC = 2.0

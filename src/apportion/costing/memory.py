@@ -15,11 +15,11 @@ from .layout import Layout
 from .workload import Workload
 
 CUDA_CONTEXT_BYTES = 512 * 2**20
-"""CUDA context and cuBLAS handle of a process: 450-600 MiB in nvidia-smi beside torch's count (A100, H100)."""
+"""CUDA context and cuBLAS handle of a process, beside what torch counts: an assumption, about half a GiB."""
 CUDA_WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace on Hopper; torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG (8 MiB before)."""
 NCCL_BYTES = 256 * 2**20
-"""Buffers of one NCCL communicator: up to 32 channels times two peers times NCCL_BUFFSIZE, 4 MiB."""
+"""Buffers of one NCCL communicator, an assumption: 32 channels, two peers, NCCL_BUFFSIZE (4 MiB) each."""
 FRAGMENTATION = 0.06
 """Reserved beyond allocated, of what comes and goes: public reports differ by 5-20 %, the lower end with
 `expandable_segments`."""
