@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..records import Link
 
 # The part of a link's rate that collectives reach; round figures, not measured here. NVLink: about 235 of
-# 300 GB/s (DGX A100) and 365 of 450 GB/s (DGX H100, without NVLink SHARP) in public nccl-tests all_reduce runs on
+# 300 GB/s (DGX A100) and 365 of 450 GB/s (DGX H100, without NVLink SHARP), public nccl-tests all_reduce runs on
 # eight devices. Network: about 46 of 50 GB/s per 400 Gb/s port. PCIe and Infinity Fabric: assumptions. A rate
 # measured with collectives counts whole.
 LINK_EFFICIENCY: Mapping[str, float] = {
