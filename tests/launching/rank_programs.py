@@ -37,6 +37,13 @@ def raise_on_one(rank: RankContext, task: dict[str, Any]) -> None:
     _sum(1)
 
 
+def raise_on_zero(rank: RankContext, task: dict[str, Any]) -> None:
+    if rank.member.rank == 0:
+        sys.stderr.write("last words\n")
+        raise ValueError("rank 0 broke")
+    _sum(1)
+
+
 def refuse(rank: RankContext, task: dict[str, Any]) -> None:
     raise RefusedError("cannot split it", found="an odd number", try_="an even one")
 
@@ -88,6 +95,7 @@ def step_until_stopped(rank: RankContext, task: dict[str, Any]) -> None:
 def stand_still(rank: RankContext, task: dict[str, Any]) -> None:
     """Rank 1 loads data for ever; the others wait for it in a collective."""
     rank.heartbeat.beat(1, Phase.DATA)
+    Path(task["folder"], "stepping").touch()
     while rank.member.rank == 1:
         time.sleep(0.1)
     rank.heartbeat.beat(1, Phase.STEP)
@@ -112,6 +120,7 @@ WORKS: dict[str, Callable[[RankContext, dict[str, Any]], None]] = {
     for work in (
         add_up,
         raise_on_one,
+        raise_on_zero,
         refuse,
         kill_itself,
         leave,

@@ -173,6 +173,17 @@ def wait_for_steps(job: Work) -> None:
     time.sleep(0.5)
 
 
+def test_joined_ranks_that_cannot_stop_end_in_time(tmp_path: Path) -> None:
+    """One waits in a collective, where Python's signal handlers do not run; the other never comes to an end."""
+    job = work(tmp_path, "stand_still")
+    process = job.torchrun()
+    wait_for_steps(job)
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert time.monotonic() - started < STOP_SECONDS + 1  # torchrun itself takes a moment to leave
+
+
 # ---- ours alone
 
 
@@ -185,7 +196,7 @@ def test_logs_and_rank_0_output(tmp_path: Path) -> None:
     assert "rank 0 on stdout\n" in job.output
     assert "rank 0 on stderr\n" in job.output
     assert "rank 1" not in job.output
-    job.launch()
+    job.launch()  # what is there of the first start is kept
     assert (tmp_path / "logs" / "1" / "stdout.1.log").read_text() == "rank 1 on stdout\n"
 
 
@@ -228,6 +239,13 @@ def test_ranks_that_do_not_listen_are_killed_in_time(tmp_path: Path) -> None:
     assert job.ended_at - json.loads(last)["time"] < STOP_SECONDS
 
 
+def test_the_last_words_of_a_failed_rank_0_are_shown(tmp_path: Path) -> None:
+    job = work(tmp_path, "raise_on_zero")
+    with pytest.raises(RankError, match="rank 0 on"):
+        job.launch()
+    assert job.output.startswith("last words\nTraceback")
+
+
 def test_a_hang_names_the_rank_that_is_behind(tmp_path: Path) -> None:
     job = work(tmp_path, "stand_still")
     with pytest.raises(RankError, match="behind is rank 1") as caught:
@@ -255,6 +273,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_a_restart_goes_on(tmp_path: Path) -> None:
     job = work(tmp_path, "fail_once")
     assert job.launch(max_restarts=1).restarts == 1
+    assert "all start anew (restart 1)" in job.output
     assert (tmp_path / "sum-1").read_text() == "3"
     assert (tmp_path / "logs" / "1" / "error.1.json").exists()
 

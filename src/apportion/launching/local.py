@@ -171,6 +171,8 @@ class _Group:
         first = log_dir / "0"
         self.output = [Tail(first / stream, from_end=True) for stream in ("stdout.log", "stderr.log")]
         self.held = ""
+        self.notices: list[str] = []
+        self.shown_rank = -1
 
     def tick(self) -> Tick:
         """Take in what the ranks wrote, act on it, and return it.
@@ -179,17 +181,18 @@ class _Group:
         the others come after the cause.
         """
         text = "".join(tail.read() for tail in self.output)
-        dead = {rank for rank, event in self.latest.items() if not is_alive(event.pid)}
+        dead = {event.pid for event in self.latest.values() if not is_alive(event.pid)}
         events = self._new_events()
         for event in events:
             self._take(event)
         self._judge(dead)
-        notice = self._act_on_request()
+        self._act_on_request()
         self._look_for_hang()
+        notices, self.notices = "".join(self.notices), []
         if self.failed_at:
             self.held += text
             text = ""
-        return Tick(events=events, records=self.records.read(), output=text + notice)
+        return Tick(events=events, records=self.records.read(), output=text + notices)
 
     def _new_events(self) -> tuple[Event, ...]:
         return tuple(event for lines in self.events for event in lines.read())
@@ -200,31 +203,37 @@ class _Group:
             self.pids.add(event.pid)
             if event.attempt and self.failed_at:
                 self.failed_at, self.held = 0.0, ""
+                self.notices.append(
+                    f"a rank failed; all start anew (restart {event.attempt}); "
+                    f"what it said is in {self.log_dir}/*/error.*.json\n"
+                )
         self.latest[event.rank] = event
         self.moved_at = time.monotonic()
 
     def _judge(self, dead: set[int]) -> None:
+        attempt = max((event.attempt for event in self.latest.values()), default=0)
         failed = [
             event
-            for rank, event in self.latest.items()
-            if (event.phase is Phase.END and not event.ok) or (rank in dead and event.phase is not Phase.END)
+            for event in self.latest.values()
+            if event.attempt == attempt  # the others are those of ranks that have not started anew yet
+            and (not event.ok if event.phase is Phase.END else event.pid in dead)
         ]
         if failed and not self.failed_at:
             self.failed_at = time.monotonic()
         if self.failed_at and time.monotonic() - self.failed_at > GRACE_SECONDS:
             self._kill(event.pid for event in self.latest.values() if is_alive(event.pid))
 
-    def _act_on_request(self) -> str:
+    def _act_on_request(self) -> None:
         if self.request.at_once:
             self._kill(started_ranks(self.task))
-            return ""
-        if not self.request.save:
-            return ""
-        ready = {event.pid for event in self.latest.values()} - self.told
-        first = not self.told and bool(ready)
-        send(ready, signal.SIGUSR1)
-        self.told |= ready
-        return "stopping: the ranks save after this step (Ctrl-C again ends them at once)\n" if first else ""
+        elif self.request.save:
+            ready = {event.pid for event in self.latest.values()} - self.told
+            if ready and not self.told:
+                self.notices.append(
+                    "stopping: the ranks save after this step (Ctrl-C again ends them at once)\n"
+                )
+            send(ready, signal.SIGUSR1)
+            self.told |= ready
 
     def _look_for_hang(self) -> None:
         since = time.monotonic() - self.moved_at
@@ -270,6 +279,7 @@ class _Group:
         first = self.first_ended(error)
         if self.request.save and first.order[0] >= 3:
             return StoppedError("stopped on request", found="training had not begun, so nothing was saved")
+        self.shown_rank = first.rank
         event = self.latest.get(first.rank)
         return error_of(first, place=place_of(event) if event is not None else "")
 
@@ -286,9 +296,10 @@ class _Group:
         )
 
     def last_tick(self, shown: BaseException) -> Tick:
-        """Return what is left to put out: the traceback of the rank that failed first."""
+        """Return what is left to put out: the last words of rank 0 if it failed first, and the traceback."""
+        words = self.held + "".join(tail.read() for tail in self.output) if self.shown_rank == 0 else ""
         notes = "".join(getattr(shown, "__notes__", []))
-        return Tick(events=self._new_events(), records=self.records.read(), output=notes)
+        return Tick(events=self._new_events(), records=self.records.read(), output=words + notes)
 
     def end(self, agent: Future[Any]) -> None:
         """Make sure that nothing is left running, whatever ended the launch."""

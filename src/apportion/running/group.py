@@ -82,7 +82,7 @@ def _meet(rank: int, world_size: int, device: torch.device, timeout_seconds: flo
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore(f"attempt-{attempt}-of-{world_size}", store),
+            store=dist.PrefixStore(f"attempt-{attempt}-of-{world_size}", store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world_size,
             timeout=timeout,

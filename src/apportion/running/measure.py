@@ -32,7 +32,7 @@ def measure_rank(
     peak on CPU is counted from it. On GPU it is the allocator's peak during these steps.
     """
     batches = _batches(parts, job, session)
-    on_gpu = torch.cuda.is_initialized()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
