@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import OptionError, RankError
 from ..records import DeviceType
@@ -79,7 +80,7 @@ def _meet(rank: int, world_size: int, device: torch.device, timeout_seconds: flo
     timeout = datetime.timedelta(seconds=timeout_seconds)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore(f"attempt-{attempt}-of-{world_size}", store),  # type: ignore[attr-defined]
