@@ -200,7 +200,7 @@ def _apply_replicated(applied: Applied, root: StepModule, traits: Traits, device
     applied.call = DistributedDataParallel(
         root,
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         init_sync=False,
         find_unused_parameters=unused_possible,
         gradient_as_bucket_view=True,

@@ -38,7 +38,7 @@ def _mean_sparse(parameter: nn.Parameter, group: dist.ProcessGroup | None) -> to
     counts = [int(box) for box in boxes]
     all_indices = _padded_gather(indices, counts, group).t()
     all_values = _padded_gather(values, counts, group) / size
-    return torch.sparse_coo_tensor(all_indices, all_values, parameter.shape).coalesce()
+    return torch.sparse_coo_tensor(all_indices, all_values, parameter.shape, check_invariants=True).coalesce()
 
 
 def average_gradients(

@@ -139,7 +139,8 @@ class DrawStream:
 
 
 def _bernoulli(stream: DrawStream, like: torch.Tensor, p: Any) -> torch.Tensor:
-    return (stream.uniform(tuple(like.shape), like.device) < p).to(like.dtype)
+    kept: torch.Tensor = stream.uniform(tuple(like.shape), like.device) < p
+    return kept.to(like.dtype)
 
 
 def _normal(stream: DrawStream, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -73,7 +73,7 @@ def functions_of(
     half = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
 
     def cast() -> Any:
-        return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
+        return nullcontext() if half is None else torch.autocast(device.type, dtype=half, cache_enabled=False)
 
     plain = loss_function(loss)
 

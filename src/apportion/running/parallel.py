@@ -150,6 +150,7 @@ def _make_plan(
             raise OptionError(f"plan is '{name}'", try_=f"auto, a plan.json, or one of {', '.join(names)}")
         limits = replace(limits, strategy=Strategy(name))
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    cluster = describe(devices or f"local:{world_size}")
     profile = profile_module(
         model,
         example,
@@ -157,5 +158,6 @@ def _make_plan(
         loss=None if loss is None else loss_function(loss),
         batch_samples=num_samples(example, find_dims(example)),
         name=type(model).__name__,
+        device_type=cluster.device.type,
     )
-    return make_plan(profile, describe(devices or f"local:{world_size}"), limits)
+    return make_plan(profile, cluster, limits)

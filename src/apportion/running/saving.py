@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..errors import TargetError
-from .checkpoint import CheckpointMeta, hash_parameters, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointMeta, Kind, hash_parameters, load_checkpoint, read_kinds, save_checkpoint
 from .checkpoint_files import latest_checkpoint
+from .exporting import export_safetensors
 
 if TYPE_CHECKING:
     from .session import Session
@@ -39,25 +38,26 @@ def _optimizer_state(session: Session) -> dict[str, dict[str, Any]]:
     return {names[id(p)]: dict(state) for p, state in session.optimizer.state.items() if id(p) in names}
 
 
-def _settings_of_groups(session: Session) -> list[dict[str, Any]]:
+def _settings_of_groups(session: Session) -> tuple[dict[str, Any], ...]:
     names = _parameter_names(session.model)
-    return [
+    return tuple(
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[id(p)] for p in group["params"]]}
         for group in session.optimizer.param_groups
-    ]
+    )
 
 
 def save_session(session: Session, root: Path) -> Path:
     """Write a checkpoint of the session; collective."""
     loader = session.train_loader
+    # Tuples stay one object in the checkpoint; a list or mapping would become one key for each entry.
     state: State = {
         "model": {name: p.detach() for name, p in session.model.named_parameters()},
         "buffers": _buffers(session),
         "optimizer": _optimizer_state(session),
         "session": {
             "groups": _settings_of_groups(session),
-            "schedule": session.schedule.state_dict() if session.schedule is not None else None,
+            "schedule": (session.schedule.state_dict(),) if session.schedule is not None else None,
             "scale": (session.scale.value, session.scale.good) if session.scale is not None else None,
             "seed": session.settings.seed,
         },
@@ -96,8 +96,9 @@ def load_session(session: Session, root: Path) -> None:
     meta = load_checkpoint(path, state)
     session.num_steps = meta.step
     _restore_optimizer(session, optimizer, session_state["groups"])
-    if session.schedule is not None and session_state["schedule"] is not None:
-        session.schedule.load_state_dict(session_state["schedule"])
+    schedule = session_state["schedule"]
+    if session.schedule is not None and isinstance(schedule, tuple):
+        session.schedule.load_state_dict(schedule[0])
     scale = session_state["scale"]
     if session.scale is not None and isinstance(scale, tuple):
         session.scale.value, session.scale.good = scale
@@ -111,22 +112,20 @@ def _optimizer_template(session: Session, path: Path) -> dict[str, dict[str, Any
     """Return empty state of the saved kinds for the parameters whose state this rank holds."""
     held = _held_parameters(session)
     template: dict[str, dict[str, Any]] = {}
-    for key, saved in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+    for key, saved in read_kinds(path).items():
         owner, _, entry = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or owner not in held:
-            continue
-        template.setdefault(owner, {})[entry] = _empty_like_saved(held[owner], saved)
+        if key.startswith("optimizer.") and owner in held:
+            template.setdefault(owner, {})[entry] = _empty_like_saved(held[owner], saved)
     return template
 
 
-def _empty_like_saved(parameter: nn.Parameter, saved: Any) -> Any:
-    if not isinstance(saved, TensorStorageMetadata):
+def _empty_like_saved(parameter: nn.Parameter, saved: Kind) -> torch.Tensor | None:
+    if saved.shape is None or saved.dtype is None:
         return None
-    dtype = saved.properties.dtype
-    if isinstance(parameter, DTensor) and saved.size == parameter.shape and parameter.dim():
-        return torch.zeros_like(parameter, dtype=dtype).detach()
-    device = parameter.device if saved.size == parameter.shape and parameter.dim() else torch.device("cpu")
-    return torch.zeros(saved.size, dtype=dtype, device=device)
+    like = saved.shape == tuple(parameter.shape) and parameter.dim() > 0
+    if isinstance(parameter, DTensor) and like:
+        return torch.zeros_like(parameter, dtype=saved.dtype).detach()
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if like else "cpu")
 
 
 def _held_parameters(session: Session) -> dict[str, nn.Parameter]:
@@ -148,8 +147,6 @@ def _restore_optimizer(session: Session, optimizer: dict[str, dict[str, Any]], g
 
 def export_session(session: Session, path: Path) -> None:
     """Write the whole model as safetensors; collective."""
-    from .exporting import export_safetensors
-
     state: dict[str, torch.Tensor] = {}
     for name, tensor in session.model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
