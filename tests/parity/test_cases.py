@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from ranks import RankPool
 
 from apportion.records import ParityStatus, Strategy
-
 from parity_cases import CASES, candidate_for, needs_cases, read_case, row, verify_case
+from ranks import RankPool
 
 pytestmark = [pytest.mark.slow, needs_cases]
 MOST_REFUSED = {Strategy.DDP: 3, Strategy.ZERO1: 3, Strategy.ZERO2: 5, Strategy.FSDP: 5}
@@ -36,7 +35,8 @@ def test_every_case_is_equal_or_refused(strategy: Strategy, capsys: pytest.Captu
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.DDP, 3), (Strategy.FSDP, 2)])
 def test_micro_batches_are_equal_or_refused(strategy: Strategy, ranks: int) -> None:
-    names = [n for n in CASES if n in ("case01", "case03", "case09", "case12", "case14", "case25", "case30", "case32")]
+    chosen = ("case01", "case03", "case09", "case12", "case14", "case25", "case30", "case32")
+    names = [name for name in CASES if name in chosen]
     with RankPool(ranks, timeout_s=300) as pool:
         for name in names:
             candidate = candidate_for(read_case(name), strategy, ranks, num_micro=2)

@@ -9,6 +9,7 @@ forward runs. 0-dim, sparse and mixed-type parameters stay replicated (see extra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -85,6 +86,10 @@ def shard(
 
     `reshard` frees the gathered parameters after forward (ZeRO stage 3); otherwise they stay until backward.
     """
+    # The probe has left out units whose output is changed in place, which is what torch warns of here.
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
+    )
     before = dict(model.named_parameters())
     ignored = {before[name] for name in replicated}
     modules = dict(model.named_modules())

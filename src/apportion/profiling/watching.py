@@ -17,7 +17,8 @@ class UseWatch(TorchFunctionMode):
     """Notes every use of a parameter and the modules that run at that moment.
 
     `outside` holds the fqns of modules one of whose parameters was used while the module was not running, or
-    which changed one of their inputs in place (their forward cannot be wrapped or run a second time);
+    which changed one of their inputs in place (their forward cannot be wrapped or run a second time), or whose
+    output was changed in place afterwards (a hook on it would be lost);
     `calls` counts the forward calls of each module.
     """
 
@@ -28,6 +29,12 @@ class UseWatch(TorchFunctionMode):
         self.stack: list[str] = []
         self.outside: set[str] = set()
         self.calls: dict[str, int] = {}
+        self.returned: list[tuple[str, torch.Tensor, int]] = []
+
+    def note_changed_outputs(self) -> None:
+        """Add to `outside` the modules whose output was changed in place after they had returned it."""
+        self.outside |= {name for name, tensor, version in self.returned if tensor._version != version}
+        self.returned.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,12 +83,14 @@ def watch_uses(model: nn.Module) -> Iterator[UseWatch]:
             watch.stack.pop()
             if [t._version for t in tensors((args, kwargs))] != versions:
                 watch.outside.add(name)
+            watch.returned += [(name, t, t._version) for t in tensors(_out)]
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, always_call=True, with_kwargs=True))
     try:
         with watch:
             yield watch
+        watch.note_changed_outputs()
     finally:
         for handle in handles:
             handle.remove()

@@ -63,7 +63,7 @@ def exchange_stats(stats: StepStats, place: Place) -> GlobalStats:
         )
     if not equal[2]:
         raise ParityError(
-            "a buffer that must be the same on every rank differs: it depends on the rank's samples",
+            "a buffer is stale: it must be the same on every rank and is not",
             found="the example batch did not show it",
             try_="give a more varied example batch",
         )
