@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import OptionError
+from .errors import OptionError, TargetError
 from .records import (
     Cluster,
     DeviceType,
@@ -58,13 +58,20 @@ def profile(
     overrides: Mapping[str, str] | None = None,
     seq_len: int | None = None,
 ) -> Profile:
-    """Return what the model of a target costs, found without allocating its weights where that is possible."""
+    """Return what the model of a target costs, found without allocating its weights where that is possible.
+
+    Raises: TargetError that says which function of the job is to be mended.
+    """
     from . import profiling, reading
 
     parts = target
     if isinstance(parts, str):
         parts = reading.read_target(parts, overrides=overrides, seq_len=seq_len)
-    return profiling.profile_parts(parts, batch_samples=batch_samples, device_type=device_type)
+    try:
+        return profiling.profile_parts(parts, batch_samples=batch_samples, device_type=device_type)
+    except TargetError:
+        reading.recheck(parts)  # which of the user's functions it is, if the model is small enough to run
+        raise
 
 
 def plan(profile: Profile, cluster: Cluster, limits: Limits | None = None) -> Plan:

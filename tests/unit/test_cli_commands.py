@@ -183,7 +183,16 @@ BAD = [
         "bad.py",
         JOB.replace("nn.Linear(8, WIDTH)", "nn.Linear(9, WIDTH)"),
         1,
-        "could not be run",
+        "rejects a batch of its own data",
+    ),
+    ("loss raises", "bad.py", JOB.replace("batch[1])", "batch['y'])"), 1, "loss(output, batch) raised"),
+    ("no loss", "bad.py", JOB.partition("def loss")[0], 1, "the job has no loss()"),
+    (
+        "no scalar",
+        "bad.py",
+        JOB.replace("return nn.functional", "return output, nn.functional"),
+        1,
+        "(total, count)",
     ),
 ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .calling import default_forward, pair_forward
-    from .checking import as_loss, check_batch, loss_value, run_forward
+    from .checking import as_loss, check_batch, loss_value, recheck, run_forward
     from .one_batch import num_samples
     from .parts import Batch, JobParts
     from .target import read_target
@@ -27,6 +27,7 @@ __all__ = [
     "num_samples",
     "pair_forward",
     "read_target",
+    "recheck",
     "run_forward",
 ]
 
@@ -41,6 +42,7 @@ _HOMES = {
     "num_samples": "one_batch",
     "pair_forward": "calling",
     "read_target": "target",
+    "recheck": "checking",
     "run_forward": "checking",
 }
 

@@ -19,6 +19,26 @@ LOSS_FORMS: Final = (
 )
 
 
+# A model up to this size is run on two samples within seconds, on any machine that can hold torch.
+LARGEST_BYTES: Final = 2**30
+
+
+def recheck(parts: JobParts) -> None:
+    """Run two samples for real after a failure elsewhere, so that it is told which function is to be mended.
+
+    Nothing is done for a model of more than 1 GiB of weights, or one that cannot be built without values.
+
+    Raises: TargetError as `check_batch` and the functions of the job do.
+    """
+    try:
+        with torch.device("meta"):
+            model = parts.model()
+    except Exception:  # what fails only here is no fault of the user's: a real build follows elsewhere
+        return
+    if sum(one.numel() * one.element_size() for one in model.parameters()) <= LARGEST_BYTES:
+        check_batch(parts, parts.model(), parts.example(2))
+
+
 def check_batch(parts: JobParts, module: nn.Module, batch: Batch) -> float:
     """Return the loss of one batch, taken without gradients, after checking all that can be wrong with it.
 

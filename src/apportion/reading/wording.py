@@ -30,7 +30,7 @@ def nearest(name: str, names: Iterable[str], *, kind: str = "names") -> str:
 def last_line(error: BaseException) -> str:
     """Return `ValueError: message (file.py:12)` for an error of the user's code.
 
-    The place is the innermost frame outside installed packages, or the innermost of all.
+    The place is the innermost frame outside installed packages; there may be none.
     """
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()
     message = text[-1] if text else type(error).__name__
@@ -38,8 +38,7 @@ def last_line(error: BaseException) -> str:
         return f"{message} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_installed(frame.filename)]
-    chosen = (own or frames)[-1:]
-    return f"{message} ({chosen[0].filename}:{chosen[0].lineno})" if chosen else message
+    return f"{message} ({own[-1].filename}:{own[-1].lineno})" if own else message
 
 
 def _is_installed(filename: str) -> bool:
