@@ -93,3 +93,11 @@ def backward_sequence_number() -> int | None:
     """
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply every tensor by `factor` in place, in as few kernels as the device allows.
+
+    Relies on `torch._foreach_mul_`, which torch's own gradient clipping uses.
+    """
+    torch._foreach_mul_(tensors, factor)

@@ -103,3 +103,10 @@ def test_sequence_numbers_lead_from_a_backward_to_its_forward() -> None:
     assert seen[0] is not None
     assert before <= seen[0] < between
     assert torch_private.backward_sequence_number() is None
+
+
+def test_multiply_all_is_in_place() -> None:
+    held = [torch.ones(3), torch.full((2, 2), 4.0)]
+    torch_private.multiply_all(held, 0.5)
+    assert torch.equal(held[0], torch.full((3,), 0.5))
+    assert torch.equal(held[1], torch.full((2, 2), 2.0))

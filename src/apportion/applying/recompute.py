@@ -99,7 +99,7 @@ class BlockCheckpoint:
     def _contexts(self, moment: _Moment) -> tuple[Any, Any]:
         if self.mode is Checkpointing.SELECTIVE:
             save, reuse = create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
-            return save, _Both(reuse, self._again(moment))
+            return save, _Both(self._again(moment), reuse)
         return nullcontext(), self._again(moment)
 
     @contextmanager

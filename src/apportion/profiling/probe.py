@@ -6,19 +6,12 @@ parts, with what the parts would exchange replayed from the whole (see batching.
 gradients and buffers are added up by the rule under trial. A rule is accepted only if all agree. The rules
 are tried from cheap to general; where a loss divides by a count of its data, the plain mean is not tried,
 since a batch on which all counts are equal would let it pass.
-
-Note [Rounding]
-How much of a difference is rounding depends on the model: a deep stack of sines multiplies it a hundredfold.
-So the truth is run a second time with every weight moved by one rounding unit. A backward stable computation
-gives the exact result for inputs changed by a few units (Higham 2002, section 1.5); eight times that change
-is taken as rounding. A gradient that is mathematically zero (a bias before batch-norm) is all rounding: eight
-units of the largest gradient per element are allowed for it.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,42 +50,9 @@ from ..batching.losses import GatherPlan, check_scalar
 from ..batching.statistics import GlobalStatistics
 from ..errors import RefusedError, TargetError
 from ..records import BufferRule, LossKind, Refusal, Traits
+from .findings import Findings, Truth, worst_error
+from .rounding import Gradients, dense, noise_floor, tolerance_of
 from .watching import unchanged_rng, watch_uses
-
-Gradients = dict[str, torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """The one-device result of one forward and backward over `batch`.
-
-    `floors` gives for each gradient the norm under which a difference is rounding (see Note [Rounding]);
-    `loss_floor` the same for the loss.
-    """
-
-    batch: Any
-    loss: float
-    gradients: Gradients
-    buffers: dict[str, torch.Tensor]
-    floors: dict[str, float] = field(default_factory=dict)
-    loss_floor: float = 1e-12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """The traits, and what the steps need that has no JSON form.
-
-    `sites` maps (module, n-th draw) to the dimension of the batch; `drawing` names the modules that draw.
-    """
-
-    traits: Traits
-    rule: PartRule
-    functions: Functions
-    dims: Dims
-    sites: dict[tuple[str, int], int | None] = field(default_factory=dict)
-    drawing: tuple[str, ...] = ()
-    single_loss: bool = False
-    truth: Truth | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,60 +85,6 @@ class _Trial:
     changed: tuple[dict[str, Any], ...] = ()
 
 
-def tolerance_of(model: nn.Module) -> float:
-    """Return the relative L2 error per tensor that counts as equal for the model's coarsest floating type.
-
-    float64 1e-9 and float32 1e-5 are the contract; lower precision allows 8 units in the last place.
-    """
-    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point} or {torch.float32}
-    return max({torch.float64: 1e-9, torch.float32: 1e-5}.get(d, 8 * torch.finfo(d).eps) for d in dtypes)
-
-
-def relative_error(value: torch.Tensor | None, truth: torch.Tensor | None, floor: float = 0.0) -> float:
-    """Return the relative L2 error; `floor` is the norm below which a tensor counts as rounding noise."""
-    if value is None or truth is None:
-        other = value if truth is None else truth
-        return 0.0 if other is None or not bool(_dense(other).any()) else float("inf")
-    a, b = _dense(value).double(), _dense(truth).double()
-    if a.shape != b.shape:
-        return float("inf")
-    difference = float((a - b).norm())
-    if difference != difference:
-        return 0.0 if torch.equal(a.isnan(), b.isnan()) and bool(a.isnan().any()) else float("inf")
-    return difference / max(float(b.norm()), floor, 1e-300) if difference else 0.0
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def noise_floor(gradients: Gradients, tolerance: float) -> dict[str, float]:
-    """Return for each gradient the norm under which differences are rounding of the largest gradient.
-
-    A gradient that is mathematically zero (a bias before batch-norm) is the rounding left over when terms as
-    large as the other gradients cancel.
-    Model: 8 eps / tolerance * (largest root mean square of a gradient) * sqrt(elements), so that an error of
-    `tolerance` against it is eight rounding units of the largest gradient per element.
-    """
-    known = {name: _dense(g) for name, g in gradients.items() if g is not None and g.numel()}
-    rms = max((float(g.double().norm()) / g.numel() ** 0.5 for g in known.values()), default=0.0)
-    return {
-        name: 8 * torch.finfo(g.dtype).eps / tolerance * rms * g.numel() ** 0.5
-        if g.is_floating_point()
-        else 0.0
-        for name, g in known.items()
-    }
-
-
-def worst_error(gradients: Gradients, truth: Truth) -> tuple[float, str]:
-    """Return the largest relative error of a gradient and its name."""
-    expected = truth.gradients
-    errors = {n: relative_error(gradients.get(n), expected[n], truth.floors.get(n, 0.0)) for n in expected}
-    name = max(errors, key=errors.__getitem__, default="")
-    return errors.get(name, 0.0), name
-
-
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -195,10 +101,18 @@ def _gradients(objective: torch.Tensor, model: nn.Module) -> Gradients:
 
 
 class Probe:
-    """One probing of one model; `run` is the only public method."""
+    """One probing of one model, by `run` or `retake`."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, *, functions: Functions, dims: Dims, seed: int, limit: int = 8
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        functions: Functions,
+        dims: Dims,
+        seed: int,
+        limit: int = 8,
+        tolerance: float | None = None,
     ) -> None:
         self.model, self.functions, self.dims, self.seed = model, functions, dims, seed
         self.batch = spread_samples(batch, dims, limit)
@@ -211,7 +125,7 @@ class Probe:
         self.whole = Part(start=0, stop=self.total, total=self.total)
         self.state = ModuleState.capture(model)
         self.scope = DrawScope(model, [name for name, _ in model.named_modules()])
-        self.tolerance = tolerance_of(model)
+        self.tolerance = tolerance_of(model) if tolerance is None else tolerance
 
     def run(self) -> Findings:
         """Return the findings; the model is left as it was.
@@ -224,6 +138,16 @@ class Probe:
             finally:
                 self.scope.remove()
                 self.state.restore(self.model)
+
+    def retake(self, findings: Findings) -> Findings:
+        """Return `findings` with the truth of this probe's functions: the same model in other arithmetic."""
+        with unchanged_rng():
+            try:
+                truth, _ = self._truth(self._watch())
+            finally:
+                self.scope.remove()
+                self.state.restore(self.model)
+        return replace(findings, functions=self.functions, truth=truth)
 
     def _find(self) -> Findings:
         watched = self._watch()
@@ -324,7 +248,7 @@ class Probe:
         for name, g in gradients.items():
             other = moved.get(name)
             if g is not None and other is not None:
-                noise = 8 * float((_dense(other).double() - _dense(g).double()).norm()) / self.tolerance
+                noise = 8 * float((dense(other).double() - dense(g).double()).norm()) / self.tolerance
                 floors[name] = max(floors[name], noise)
         truth = Truth(
             batch=self.batch,
@@ -458,7 +382,7 @@ class Probe:
             for name, g in found.items():
                 if g is not None:
                     held = gradients[name]
-                    gradients[name] = _dense(g) if held is None else held + _dense(g)
+                    gradients[name] = dense(g) if held is None else held + dense(g)
         worst, name = worst_error(gradients, truth)
         loss_error = abs(loss - truth.loss) / max(abs(truth.loss), truth.loss_floor)
         if loss_error > max(worst, self.tolerance):

@@ -7,7 +7,8 @@ import math
 import torch
 
 from ..batching import ModuleState, buffers_of
-from ..profiling.probe import Findings, tolerance_of
+from ..profiling.findings import Findings
+from ..profiling.rounding import tolerance_of
 from ..records import Parity, ParityErrors, ParityStatus, Precision, Worst
 from .engine import Engine
 from .gradients import Compared, compare, tied_names, whole_gradients

@@ -34,7 +34,7 @@ from ..batching import (
 )
 from ..batching.forward import PartRun, run_output, run_part
 from ..batching.losses import PartLoss, part_loss
-from ..profiling.probe import Findings
+from ..profiling.findings import Findings
 from ..records import LossKind
 from .buffers import BufferKeeper
 from .portions import Piece, Share, rank_parts

@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from ..torch_private import multiply_all
+
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     if isinstance(grad, DTensor):
@@ -39,7 +41,7 @@ def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
     locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     dense = [g for g in locals_ if not g.is_sparse and g.numel()]
     if dense:
-        torch._foreach_mul_(dense, factor)
+        multiply_all(dense, factor)
     for g in locals_:
         if g.is_sparse:
             g.mul_(factor)

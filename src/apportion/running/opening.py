@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,12 @@ from ..applying import apply, block_names, broadcast_state, check_parameters, ma
 from ..batching import Dims, find_dims, loss_function, map_tensors, spread_samples
 from ..batching.forward import Functions
 from ..errors import OptionError, ParityError, PlanError
-from ..profiling.probe import Findings, Probe
+from ..profiling.findings import Findings
+from ..profiling.probe import Probe
+from ..profiling.rounding import tolerance_of
 from ..reading import JobParts
 from ..records import Candidate, Job, ParityStatus, Precision
-from .checking import first_step_check
+from .checking import first_step_check, tolerance_for
 from .engine import Place
 from .gradients import tied_names
 from .session import Session, SessionSettings
@@ -56,13 +57,13 @@ def this_place() -> Place:
     return Place(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device, group=dist.new_group())
 
 
-def functions_of(
-    forward: Callable[[nn.Module, Any], Any],
-    loss: Callable[..., Any] | None,
-    precision: Precision,
-    device: torch.device,
-) -> Functions:
-    """Return forward and loss under the precision's autocast.
+def functions_of(forward: Callable[[nn.Module, Any], Any], loss: Callable[..., Any] | None) -> Functions:
+    """Return forward and loss in the form that parts are run with."""
+    return Functions(forward=forward, loss=loss_function(loss), own_loss=loss is None)
+
+
+def cast_functions(plain: Functions, precision: Precision, device: torch.device) -> Functions | None:
+    """Return forward and loss under the precision's autocast; None where weights' own arithmetic is meant.
 
     Raises: PlanError for fp8, which torch's autocast does not have.
     """
@@ -71,23 +72,18 @@ def functions_of(
     if precision is Precision.TF32:
         torch.set_float32_matmul_precision("high")
     half = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision)
-
-    def cast() -> Any:
-        return nullcontext() if half is None else torch.autocast(device.type, dtype=half, cache_enabled=False)
-
-    plain = loss_function(loss)
-
-    def forward_cast(model: nn.Module, batch: Any) -> Any:
-        with cast():
-            return forward(model, batch)
-
-    def loss_cast(output: Any, batch: Any) -> Any:
-        with cast():
-            return plain(output, batch)
-
     if half is None:
-        return Functions(forward=forward, loss=plain, own_loss=loss is None)
-    return Functions(forward=forward_cast, loss=loss_cast, own_loss=loss is None)
+        return None
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast(device.type, dtype=half, cache_enabled=False):
+            return plain.forward(model, batch)
+
+    def loss(output: Any, batch: Any) -> Any:
+        with torch.autocast(device.type, dtype=half, cache_enabled=False):
+            return plain.loss(output, batch)
+
+    return Functions(forward=forward, loss=loss, own_loss=plain.own_loss)
 
 
 def open_session(parts: JobParts, job: Job, candidate: Candidate) -> Session:
@@ -102,7 +98,7 @@ def open_session(parts: JobParts, job: Job, candidate: Candidate) -> Session:
     else:
         optimizer = make_optimizer(job.optimizer, [p for p in model.parameters() if p.requires_grad], job.lr)
     opening = Opening(
-        functions=functions_of(parts.forward, parts.loss, candidate.precision, place.device),
+        functions=functions_of(parts.forward, parts.loss),
         example=parts.example(min(job.batch_size, PROBE_SAMPLES)),
         dims=parts.batch_dims,
         optimizer=optimizer,
@@ -162,9 +158,14 @@ def probe(model: nn.Module, opening: Opening, candidate: Candidate, place: Place
     if place.device.type == "cuda":
         model.to(place.device)
         example = map_tensors(lambda t: t.to(place.device), example)
-    return Probe(
-        model, example, functions=opening.functions, dims=dims, seed=opening.settings.seed, limit=limit
-    ).run()
+    cast = cast_functions(opening.functions, candidate.precision, place.device)
+    shared: Any = {"dims": dims, "seed": opening.settings.seed, "limit": limit}
+    findings = Probe(model, example, functions=opening.functions, **shared).run()
+    if cast is None:
+        return findings
+    # How parts count is decided in the weights' own arithmetic; only the truth is that of the coarser one.
+    tolerance = tolerance_for(tolerance_of(model), candidate.precision)
+    return Probe(model, example, functions=cast, tolerance=tolerance, **shared).retake(findings)
 
 
 def compile_model(model: nn.Module, findings: Findings, candidate: Candidate) -> None:
@@ -174,7 +175,7 @@ def compile_model(model: nn.Module, findings: Findings, candidate: Candidate) ->
     module would take for itself.
     """
     traits = findings.traits
-    if traits.draws or traits.batch_norm or (findings.functions.own_loss and traits.loss.value == "weighted"):
+    if traits.draws or traits.batch_norm or findings.rule.in_model:
         raise OptionError(
             "--compile cannot be kept exact for this model",
             found="it draws random numbers, or takes statistics or a token-weighted loss inside the model",

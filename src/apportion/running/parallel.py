@@ -74,7 +74,7 @@ def parallelize(
 
     candidate = on_first_rank(decide) if place.num_ranks > 1 else decide()
     opening = Opening(
-        functions=functions_of(run_forward, loss, candidate.precision, place.device),
+        functions=functions_of(run_forward, loss),
         example=example,
         dims=dims,
         optimizer=held,

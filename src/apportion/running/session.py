@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..applying import Applied
 from ..errors import ParityError, TargetError
-from ..profiling.probe import Findings
+from ..profiling.findings import Findings
 from ..records import Candidate, Parity, Precision, Traits
 from .data import Loader, LoaderSettings, LoaderState, Portion, collate_depends_on_batch
 from .engine import Engine, Passed, Place

@@ -28,7 +28,7 @@ from ..batching import (
 )
 from ..batching.losses import check_scalar
 from ..errors import ParityError, RefusedError
-from ..profiling.probe import Gradients, noise_floor, tolerance_of
+from ..profiling.rounding import Gradients, dense, noise_floor, tolerance_of
 from ..reading import JobParts
 from ..records import Candidate, Job, Parity, ParityErrors, ParityStatus, Worst
 from .checking import diagnose, tolerance_for
@@ -96,7 +96,7 @@ def _verify(parts: JobParts, job: Job, candidate: Candidate, steps: int) -> Pari
     model = parts.model()
     optimizer = _optimizer(parts, job, model)
     opening = Opening(
-        functions=functions_of(parts.forward, parts.loss, candidate.precision, place.device),
+        functions=functions_of(parts.forward, parts.loss),
         example=batches[0],
         dims=parts.batch_dims,
         optimizer=optimizer,
@@ -112,6 +112,7 @@ def _verify(parts: JobParts, job: Job, candidate: Candidate, steps: int) -> Pari
         return _parity(
             candidate, place.num_ranks, steps, tolerance, status=ParityStatus.REFUSED, reason=str(error)
         )
+    session.scale = None  # the plain loop has no loss scale either; a scale only moves the exponents
     try:
         truth = _one_device(parts, job, session, batches)
         return _compare_steps(session, truth, batches, tolerance=tolerance, ties=ties)
@@ -261,14 +262,9 @@ def _noise_only(truth: OneDevice, tolerance: float) -> frozenset[str]:
     for gradients in truth.gradients:
         floors = noise_floor(gradients, tolerance)
         for name, g in gradients.items():
-            if g is not None and float(_dense_norm(g)) <= 10 * tolerance * floors.get(name, 0.0):
+            if g is not None and float(dense(g).double().norm()) <= 10 * tolerance * floors.get(name, 0.0):
                 names.add(name)
     return frozenset(names)
-
-
-def _dense_norm(tensor: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = (tensor.to_dense() if tensor.is_sparse else tensor).double().norm()
-    return norm
 
 
 def _verdict(
