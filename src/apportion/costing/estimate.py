@@ -8,13 +8,9 @@ from ..records import Checkpointing, Cluster, Device, DeviceType, Estimate, Memo
 from .compute import block_seconds, memory_rate, peak_rate, rates
 from .layout import Layout
 from .memory import itemise
-from .optimizer import find_optimizer
+from .optimizer import OPERATOR_SECONDS, find_optimizer
 from .strategies import STRATEGIES, Priced
 from .workload import Workload
-
-OPERATOR_SECONDS = 7e-6
-"""One in-place operator of an optimizer on a tiny CPU tensor: AdamW's step of an nn.Linear(8, 8), torch 2.13,
-takes 70 us per tensor for its 9 operators and the bookkeeping around them."""
 
 
 def weakest_device(cluster: Cluster) -> Device:

@@ -28,7 +28,7 @@ from .collective import (
 from .compute import BlockSeconds, memory_rate
 from .layout import Layout
 from .memory import Footprint
-from .optimizer import find_optimizer
+from .optimizer import OPERATOR_SECONDS, find_optimizer
 from .workload import BlockLoad, Workload
 
 BUCKET_BYTES = 25 * 2**20
@@ -215,12 +215,16 @@ def _ddp_exposed(priced: Priced) -> Exposed:
 
 
 def _zero1_exposed(priced: Priced) -> Exposed:
-    """As ddp, then every owner broadcasts its flattened part; both ends copy it."""
+    """As ddp, then every owner broadcasts its flattened part; both ends copy it.
+
+    Flattening and giving back takes five small operators per tensor (detach, reshape, split, view, copy).
+    """
     size = priced.layout.mesh.num_data_ranks
     payload = priced.workload.trainable_bytes
     sent = size * broadcast_seconds(payload / size, group_of(priced.cluster, size)) if size > 1 else 0.0
     copies = 4 * payload / memory_rate(priced.device)
-    return Exposed(data=_ddp_exposed(priced).data + sent + copies)
+    calls = 5 * priced.workload.num_tensors * OPERATOR_SECONDS
+    return Exposed(data=_ddp_exposed(priced).data + sent + copies + calls)
 
 
 def _sharded_exposed(priced: Priced, *, gathers: int) -> Exposed:
