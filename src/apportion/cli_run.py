@@ -22,6 +22,7 @@ from .cli_jobs import (
     with_torchrun_flags,
 )
 from .cli_schema import CompareOptions, Start, TrainOptions, VerifyOptions
+from .cli_watch import TerminalWatch, has_terminal
 from .errors import ApportionError, OptionError, ParityError, PlanError, RefusedError, StoppedError
 from .launching import Tick, joined
 from .records import (
@@ -273,13 +274,13 @@ def _measure(
 
 
 def _launched(task: Task, answer: type[T], *, options: RunOptions) -> T:
-    return run(
-        task,
-        answer,
-        env=_rank_env(options),
-        max_restarts=options.max_restarts,
-        on_tick=_hear_nothing if _is_silent(task.command, options) else None,
-    )
+    env, restarts = _rank_env(options), options.max_restarts
+    if _is_silent(task.command, options):
+        return run(task, answer, env=env, max_restarts=restarts, on_tick=_hear_nothing)
+    if task.command is not Command.TRAIN or not has_terminal():
+        return run(task, answer, env=env, max_restarts=restarts)
+    with TerminalWatch(task.job) as watch:
+        return run(task, answer, env=env, max_restarts=restarts, on_tick=watch)
 
 
 def _is_silent(command: Command, options: RunOptions) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ..describing.catalogue import nearest
 from ..errors import OptionError
 
-
 OPERATOR_SECONDS = 7e-6
 """One in-place operator of an optimizer on a tiny CPU tensor: AdamW's step of an nn.Linear(8, 8), torch 2.13,
 takes 70 us per tensor for its 9 operators and the bookkeeping around them."""

@@ -103,6 +103,8 @@ def _rank_env(settings: Mapping[str, str], num_ranks: int, events_dir: Path) -> 
         # cuBLAS is deterministic with this workspace only (cuBLAS documentation, "Results reproducibility").
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONUNBUFFERED": "1",
+        # DDP warns in C++ where parameters that may go unused happen to be used; they are expected to.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     interface = gloo_interface()
     if interface:
