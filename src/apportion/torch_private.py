@@ -43,6 +43,14 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return _pytree.tree_map(fn, tree, *rest)
 
 
+def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
+    """Return whether `register_post_accumulate_grad_hook` was called on `parameter` (and not undone).
+
+    Relies on the hooks being kept in `_post_accumulate_grad_hooks`.
+    """
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def compiled_original(module: nn.Module) -> nn.Module | None:
     """Return the module that `torch.compile` wrapped, or None for one that is not compiled.
 

@@ -110,7 +110,9 @@ class Drawing(nn.Module):
         return h + noise + torch.randint(0, 5, (x.size(0), 1, 1)) + torch.randperm(3)[0]
 
 
-def _run_drawing(model: Drawing, x: torch.Tensor, part: Part, sites: dict[Any, Any], log: DrawLog | None = None) -> Any:
+def _run_drawing(
+    model: Drawing, x: torch.Tensor, part: Part, sites: dict[Any, Any], log: DrawLog | None = None
+) -> Any:
     scope = DrawScope(model, [name for name, _ in model.named_modules()])
     stream = DrawStream(seed=3, step=5, part=part, sites=sites, log=log)
     with scope.drawing_from(stream):
@@ -131,9 +133,7 @@ def test_parts_draw_what_the_whole_batch_draws() -> None:
     assert sites["rnn", 0] == 1
     before = torch.get_rng_state()
     whole = _run_drawing(model, x, whole_part, sites)
-    parts = [
-        _run_drawing(model, x[a:b], Part(start=a, stop=b, total=5), sites) for a, b in ((0, 2), (2, 5))
-    ]
+    parts = [_run_drawing(model, x[a:b], Part(start=a, stop=b, total=5), sites) for a, b in ((0, 2), (2, 5))]
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(torch.cat(parts), whole)
     assert not torch.allclose(_run_drawing(model, x[:2], Part(start=2, stop=4, total=5), sites), whole[:2])

@@ -27,9 +27,9 @@ def test_records_move_the_bar_and_other_lines_stand_above_it() -> None:
         mfu=0.0,
         memory=1,
     )
-    with mock.patch.object(cli_watch, "Console", return_value=console):
-        with cli_watch.TerminalWatch(Job(target="job.py", steps=10)) as watch:
-            watch(Tick(records=(record,), output="step: 7  loss: 1.25\ncorpus: 3 files\n"))
+    faked = mock.patch.object(cli_watch, "Console", return_value=console)
+    with faked, cli_watch.TerminalWatch(Job(target="job.py", steps=10)) as watch:
+        watch(Tick(records=(record,), output="step: 7  loss: 1.25\ncorpus: 3 files\n"))
     shown = screen.getvalue()
     assert "7/10" in shown
     assert "loss 1.25" in shown

@@ -105,6 +105,15 @@ def test_sequence_numbers_lead_from_a_backward_to_its_forward() -> None:
     assert torch_private.backward_sequence_number() is None
 
 
+def test_hooks_after_accumulation_are_seen() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.has_hooks_after_accumulation(parameter)
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert torch_private.has_hooks_after_accumulation(parameter)
+    handle.remove()
+    assert not torch_private.has_hooks_after_accumulation(parameter)
+
+
 def test_multiply_all_is_in_place() -> None:
     held = [torch.ones(3), torch.full((2, 2), 4.0)]
     torch_private.multiply_all(held, 0.5)

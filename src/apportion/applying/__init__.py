@@ -10,7 +10,7 @@ from .apply import (
     broadcast_state,
     check_candidate,
 )
-from .optimizers import check_parameters, make_optimizer
+from .optimizers import check_module, check_parameters, make_optimizer
 
 __all__ = [
     "REPLICATED",
@@ -21,6 +21,7 @@ __all__ = [
     "block_names",
     "broadcast_state",
     "check_candidate",
+    "check_module",
     "check_parameters",
     "make_optimizer",
 ]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from ..errors import OptionError, TargetError
+from ..errors import OptionError, RefusedError, TargetError
+from ..torch_private import has_hooks_after_accumulation
 
 _DEFAULT_LR = {"adamw": 1e-3, "adam": 1e-3, "sgd": 1e-2, "momentum": 1e-2, "adafactor": 1e-2}
 
@@ -43,6 +44,31 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
                 found=f"{len(foreign)} in group {index}, the first of shape {tuple(foreign[0].shape)}",
                 try_="make them part of the model (a loss with parameters can be a submodule)",
             )
+
+
+def check_module(model: nn.Module) -> None:
+    """Raise TargetError or RefusedError for a module that cannot be watched or has no parameters yet.
+
+    Its parameters' hooks after accumulation (an optimizer inside backward) would see one rank's gradient.
+    """
+    lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise TargetError(
+            f"parameter '{lazy[0]}' has no shape yet: the model is lazy",
+            try_="run one batch through the model before the optimizer is made, in model()",
+        )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise RefusedError(
+            "the model holds TorchScript modules, whose calls cannot be watched",
+            try_="return the ordinary module; --compile makes it fast",
+        )
+    hooked = [n for n, p in model.named_parameters() if has_hooks_after_accumulation(p)]
+    if hooked:
+        raise RefusedError(
+            f"parameter '{hooked[0]}' has a hook that runs when its gradient is accumulated",
+            found="it would see the gradient of one rank's samples",
+            try_="do its work in the optimizer, after the step's backward",
+        )
 
 
 def repoint(optimizer: Optimizer, moved: Mapping[int, nn.Parameter]) -> None:

@@ -1,6 +1,6 @@
 """One batch over many parts, exactly: losses, statistics, random numbers and buffers of the global batch."""
 
-from .draws import DrawLog, DrawMode, DrawScope, DrawSite, DrawStream, find_sites, seeded_python
+from .draws import DrawLog, DrawMode, DrawScope, DrawSite, DrawStream, DrawWatch, find_sites, seeded_python
 from .exchange import (
     CountingExchange,
     DelayedExchange,
@@ -28,6 +28,7 @@ __all__ = [
     "DrawScope",
     "DrawSite",
     "DrawStream",
+    "DrawWatch",
     "Exchange",
     "GatherPlan",
     "GlobalStatistics",

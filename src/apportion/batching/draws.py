@@ -194,6 +194,21 @@ class DrawMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return draw(self.stream, func, args, kwargs)
 
 
+class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells whether random numbers are drawn; nothing is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            quiet = "attention" in func.overloadpacket.__name__ and not _drops_out(func, args, kwargs)
+            self.drew |= not quiet
+        return func(*args, **kwargs)
+
+
 def _factory(kwargs: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return dtype, torch.device(kwargs.get("device") or "cpu")
@@ -217,6 +232,9 @@ def _draw_in_place(stream: DrawStream, name: str, args: Any, kwargs: Any) -> tor
         mean = rest[0] if rest else kwargs.get("mean", 0.0)
         std = rest[1] if len(rest) > 1 else kwargs.get("std", 1.0)
         return _filled(x, mean + std * _normal(stream, tuple(x.shape), x.device))
+    if name == "normal":
+        mean, std = torch.broadcast_tensors(x, torch.as_tensor(rest[0] if rest else kwargs.get("std", 1.0)))  # type: ignore[no-untyped-call]
+        return torch.addcmul(mean, std.to(x.dtype), _normal(stream, tuple(mean.shape), x.device).to(x.dtype))
     if name == "exponential_":
         return _filled(x, _exponential(stream, x, rest[0] if rest else kwargs.get("lambd", 1.0)))
     if name == "multinomial":
@@ -231,6 +249,8 @@ def _draw_new(stream: DrawStream, name: str, args: Any, kwargs: Any) -> torch.Te
         made = stream.uniform(shape, device) if name == "rand_like" else _normal(stream, shape, device)
         return made.to(dtype)
     dtype, device = _factory(kwargs)
+    if name == "normal" and len(args) > 2:
+        return _normal(stream, tuple(args[2]), device).mul(args[1]).add(args[0]).to(dtype)
     if name == "rand":
         return stream.uniform(tuple(args[0]), device).to(dtype)
     if name == "randn":

@@ -109,5 +109,6 @@ def run_part(
                 loss=functions.loss,
                 exchange=exchange,
                 gather=gather,
+                parameters=model.parameters() if gather is not None else (),
             )
     return PartRun(output=output, loss=loss, weighted=in_model.losses + in_loss.losses)

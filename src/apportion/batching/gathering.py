@@ -6,12 +6,14 @@ of one device, without another exchange in the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
 from ..errors import RefusedError
 from .exchange import Part
@@ -123,6 +125,33 @@ def _scale_gradient(leaf: torch.Tensor, factor: float) -> torch.Tensor:
         return leaf
     scaled: torch.Tensor = _ScaleGradient.apply(leaf, factor)  # type: ignore[no-untyped-call]
     return scaled
+
+
+class SharedParameters(TorchFunctionMode):
+    """Parameters that a loss over the whole batch reads itself pass on `weight` of their gradient.
+
+    (Every rank takes that loss, so that each rank's share of their gradient is its share of the samples.)
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
+        super().__init__()
+        self.known = {id(p): p for p in parameters if p.requires_grad}
+        self.weight = weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _LOOKS and torch.is_grad_enabled():
+            args = tuple(self._shared(arg) for arg in args)
+            kwargs = {key: self._shared(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _shared(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _scale_gradient(value, self.weight) if id(value) in self.known else value
+        return type(value)(self._shared(item) for item in value) if type(value) in (list, tuple) else value
+
+
+_LOOKS = frozenset({"__get__", "__set__", "__hash__", "apply"})  # what reads no value of a tensor
 
 
 def gather_tree(value: Any, rows: tuple[Rows, ...], gatherer: Any, weight: float) -> Any:

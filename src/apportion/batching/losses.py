@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import RefusedError, TargetError
 from ..records import LossKind
 from .exchange import Exchange, Part
-from .gathering import Rows, gather_tree
+from .gathering import Rows, SharedParameters, gather_tree
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -91,13 +91,18 @@ def part_loss(
     loss: LossFunction,
     exchange: Exchange,
     gather: Any = None,
+    parameters: Iterable[torch.Tensor] = (),
 ) -> PartLoss:
-    """Return the loss of one part. `gather` is (GatherPlan, gatherer) for LossKind.GATHER."""
+    """Return the loss of one part. `gather` is (GatherPlan, gatherer) for LossKind.GATHER.
+
+    `parameters` are those that the loss may read itself.
+    """
     if kind is LossKind.GATHER:
         plan, gatherer = gather
         whole_output = gather_tree(output, plan.output, gatherer, part.weight)
         whole_batch = gather_tree(batch, plan.batch, gatherer, part.weight)
-        whole = check_scalar(loss(whole_output, whole_batch))
+        with SharedParameters(parameters, part.weight):
+            whole = check_scalar(loss(whole_output, whole_batch))
         return PartLoss(objective=whole, value=whole.detach() * part.weight)
     made = loss(output, batch)
     if kind is LossKind.TOTAL_COUNT:

@@ -142,9 +142,11 @@ _LOSS_ARGUMENTS: dict[Any, tuple[str, ...]] = {
 
 _SUMS = frozenset({torch.sum, torch.Tensor.sum})
 _MEANS = frozenset({torch.mean, torch.Tensor.mean})
+_MASKS = frozenset({torch.masked_select, torch.Tensor.masked_select, torch.nonzero, torch.Tensor.nonzero})
 _SELECTS = frozenset(
-    {torch.masked_select, torch.Tensor.masked_select, torch.nonzero, torch.Tensor.nonzero, torch.Tensor.item}
+    _MASKS
     | {
+        torch.Tensor.item,
         torch.Tensor.tolist,
         torch.Tensor.__int__,
         torch.Tensor.__float__,
@@ -194,7 +196,7 @@ class GlobalStatistics(TorchFunctionMode):
 
     With `watch` nothing is changed: `num_norms` counts batch-norms in training, `counts` tells that a loss
     divides by a count over the data (`cross`: that of a mean cross-entropy), `selects` that data chose
-    elements or became Python numbers.
+    elements (`masks`: by a mask) or became Python numbers.
     `losses` holds what weighted_mean_loss returned.
     """
 
@@ -205,6 +207,8 @@ class GlobalStatistics(TorchFunctionMode):
         self.counts = False
         self.cross = False
         self.selects = False
+        self.masks = False
+        self.made: list[tuple[str, tuple[torch.Size, ...], torch.Size]] = []
         self.losses: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,7 +220,10 @@ class GlobalStatistics(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.watch:
             self._note(func, args, kwargs)
-        elif self.weighted:
+            result = func(*args, **kwargs)
+            self._note_shapes(func, args, kwargs, result)
+            return result
+        if self.weighted:
             if func in _LOSS_ARGUMENTS:
                 made = weighted_mean_loss(func, self.part, self.exchange, args, kwargs)
                 if made is not None:
@@ -235,6 +242,24 @@ class GlobalStatistics(TorchFunctionMode):
             self.counts |= not args[0].requires_grad
         elif func in _SELECTS or (func is torch.Tensor.__getitem__ and _has_mask(args[1])):
             self.selects = True
+            self.masks |= func in _MASKS or func is torch.Tensor.__getitem__
+
+    def _note_shapes(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what is made of data alone, except by the full reductions, which can be taken over all parts."""
+        taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not isinstance(result, torch.Tensor) or not taken or _is_full_reduction(func, args, kwargs):
+            return
+        if not result.requires_grad and not any(tensor.requires_grad for tensor in taken):
+            name = getattr(func, "__name__", "")
+            self.made.append((name, tuple(tensor.shape for tensor in taken), result.shape))
+
+    def collapses(self, shorter: GlobalStatistics) -> bool:
+        """Whether a value without gradient is made over the batch dimension: its shape is that of `shorter`'s.
+
+        (A count taken with `dim=`, the largest label: no rule but the whole batch is sure to have it.)
+        """
+        pairs = zip(self.made, shorter.made, strict=False)
+        return any(a[1] != b[1] and a[2] == b[2] for a, b in pairs if a[0] == b[0])
 
 
 def _has_mask(index: Any) -> bool:

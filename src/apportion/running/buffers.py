@@ -24,11 +24,16 @@ class BufferKeeper:
         group: dist.ProcessGroup | None,
         num_ranks: int,
     ) -> None:
-        named = dict(model.named_buffers())
-        self.buffers = {name: named[name] for name in rules}
+        self.model = model
         self.rules, self.group, self.num_ranks = rules, group, num_ranks
         self.start: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The tensors that are the buffers now: forward may assign new ones."""
+        named = dict(self.model.named_buffers())
+        return {name: named[name] for name in self.rules}
 
     @property
     def simple(self) -> bool:
@@ -46,8 +51,9 @@ class BufferKeeper:
 
     def add(self, part: Part) -> None:
         """Take what the micro-batch of `part` left in the buffers."""
+        buffers = self.buffers
         for name, rule in self.rules.items():
-            value = self.buffers[name].detach()
+            value = buffers[name].detach()
             if rule is BufferRule.SAME:
                 self.sums[name] = value.clone()
             elif rule in (BufferRule.MEAN, BufferRule.SUM):
@@ -67,17 +73,18 @@ class BufferKeeper:
 
     def finish(self) -> None:
         """Combine over micro-batches and ranks and write the one-device values; collective."""
+        buffers = self.buffers
         for name, rule in self.rules.items():
             value = self.sums.get(name)
             if rule in (BufferRule.MAX, BufferRule.MIN):
-                value = self._extreme(value, self.buffers[name], rule)
+                value = self._extreme(value, buffers[name], rule)
             assert value is not None
             if rule in (BufferRule.MEAN, BufferRule.SUM):
                 if self.num_ranks > 1:
                     dist.all_reduce(value, group=self.group)
                 value = value if rule is BufferRule.MEAN else self.start[name] + value
             with torch.no_grad():
-                self.buffers[name].copy_(value)
+                buffers[name].copy_(value)
 
     def _extreme(self, value: torch.Tensor | None, like: torch.Tensor, rule: BufferRule) -> torch.Tensor:
         if value is None:
@@ -91,6 +98,6 @@ class BufferKeeper:
     def checksum(self) -> int:
         """Return 20 bits of the values of the buffers that must be the same on every rank."""
         code = 0
-        for name in self.rules:
-            code = zlib.crc32(repr(float(self.buffers[name].double().sum())).encode(), code)
+        for buffer in self.buffers.values():
+            code = zlib.crc32(repr(float(buffer.double().sum())).encode(), code)
         return code & 0xFFFFF

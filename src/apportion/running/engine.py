@@ -285,6 +285,7 @@ class Engine:
             loss=self.findings.functions.loss,
             exchange=self._exchange(),
             gather=(plan, self.gatherer(share.total)),
+            parameters=self.applied.model.parameters(),
         )
 
     def _surrogate(

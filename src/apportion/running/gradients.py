@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..profiling.rounding import Gradients, dense, noise_floor, relative_error
+from ..profiling.rounding import Gradients, noise_floor, relative_error, wide
 from ..records import Worst
 
 
@@ -107,7 +107,7 @@ def _ratio(values: Gradients, truth: Gradients) -> float:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return dense(tensor).double().reshape(-1).cpu()
+    return wide(tensor).reshape(-1).cpu()
 
 
 def gradient_errors(values: Gradients, truth: Gradients, tolerance: float) -> Compared:

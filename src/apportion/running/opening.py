@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..applying import apply, block_names, broadcast_state, check_parameters, make_optimizer
+from ..applying import apply, block_names, broadcast_state, check_module, check_parameters, make_optimizer
 from ..batching import Dims, find_dims, loss_function, map_tensors, spread_samples
 from ..batching.forward import Functions
 from ..errors import OptionError, ParityError, PlanError
@@ -118,6 +118,7 @@ def open_session(parts: JobParts, job: Job, candidate: Candidate) -> Session:
 
 def open_with(model: nn.Module, candidate: Candidate, opening: Opening, place: Place) -> Session:
     """Probe, apply and check; collective."""
+    check_module(model)
     check_parameters(opening.optimizer, model)
     if isinstance(opening.optimizer, torch.optim.LBFGS):
         raise OptionError(

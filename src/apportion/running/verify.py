@@ -28,7 +28,7 @@ from ..batching import (
 )
 from ..batching.losses import check_scalar
 from ..errors import ParityError, RefusedError
-from ..profiling.rounding import Gradients, dense, noise_floor, tolerance_of
+from ..profiling.rounding import Gradients, noise_floor, tolerance_of, wide
 from ..reading import JobParts
 from ..records import Candidate, Job, Parity, ParityErrors, ParityStatus, Worst
 from .checking import diagnose, tolerance_for
@@ -262,7 +262,7 @@ def _noise_only(truth: OneDevice, tolerance: float) -> frozenset[str]:
     for gradients in truth.gradients:
         floors = noise_floor(gradients, tolerance)
         for name, g in gradients.items():
-            if g is not None and float(dense(g).double().norm()) <= 10 * tolerance * floors.get(name, 0.0):
+            if g is not None and float(wide(g).norm()) <= 10 * tolerance * floors.get(name, 0.0):
                 names.add(name)
     return frozenset(names)
 
