@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick check bench clean
+.PHONY: help setup demo test quick lint check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,10 +46,12 @@ test: $(READY)  ## run every test
 quick: $(READY)  ## run the tests that need neither several processes nor long (under two minutes)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-check: $(READY)  ## format, lint, types, and the unit, property and habits tests
+lint: $(READY)  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint  ## lint, and the unit, property and habits tests
 	$(BIN)/python -m pytest tests/unit tests/property tests/habits $(PYTEST_ARGS)
 
 bench: $(READY)  ## run every benchmark and print its table
